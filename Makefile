@@ -1,0 +1,59 @@
+# Everything runs in .venv, made here from `python3` (>= 3.10; another one: make demo PYTHON=python3.12).
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input install --quiet
+NAME   ?= all
+
+.DEFAULT_GOAL := help
+.PHONY: help demo lab check test bench browser clean
+
+help:   ## this list
+	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /make \1	/' | expand -t 14
+
+demo: $(VENV)/examples.stamp   ## run the quickstart on 2 local ranks; leaves an executed notebook and a web page in demo/
+	$(BIN)/python -m nbdist demo
+
+lab: $(VENV)/examples.stamp   ## open JupyterLab on the notebooks
+	$(BIN)/python -m nbdist lab
+
+check: $(VENV)/test.stamp   ## lint, formatting, types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+test: check browser   ## check, then every test (PYTEST_ARGS="-k folds tests/cluster" for some)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: $(VENV)/test.stamp   ## measure against ipyparallel and torchrun (NAME=start|cell|stream|train|records; default all)
+	$(BIN)/python -m tests.benchmarks $(NAME)
+
+clean:   ## remove what make made
+	rm -rf $(VENV) demo dist build .mypy_cache .ruff_cache .pytest_cache
+	find nbdist tests -name __pycache__ -prune -exec rm -rf {} +
+
+# torch goes first and pinned (constraints.txt says why); everything else then finds it satisfied.
+$(VENV)/torch.stamp: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and f"nbdist needs Python >= 3.10, this is {sys.version.split()[0]}; try: make PYTHON=python3.12")'
+	@$(PYTHON) -m venv $(VENV)
+	@echo "Installing torch into $(VENV) ..."
+	@$(PIP) --constraint constraints.txt torch
+	@touch $@
+
+$(VENV)/examples.stamp: $(VENV)/torch.stamp pyproject.toml
+	@echo "Installing nbdist into $(VENV) ..."
+	@$(PIP) --constraint constraints.txt --editable '.[examples]'
+	@touch $@
+
+$(VENV)/test.stamp: $(VENV)/examples.stamp
+	@echo "Installing what the tests need into $(VENV) ..."
+	@$(PIP) --constraint constraints.txt --editable '.[test]'
+	@touch $@
+
+# A browser for tests/browser: Debian's where apt may install it, else the one that Playwright brings.
+browser: $(VENV)/test.stamp
+	@if command -v chromium >/dev/null || command -v google-chrome >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "Installing chromium ..."; \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } >/dev/null; \
+	else $(BIN)/python -m playwright install chromium; fi

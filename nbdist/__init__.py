@@ -1,0 +1,86 @@
+"""A JupyterLab notebook that drives a whole training cluster of torch.distributed ranks.
+
+::
+
+    %load_ext nbdist
+    %cluster start -n 2
+    %dashboard
+
+Names are imported when they are first used: the extension loads in a moment, the notebook's kernel never needs torch,
+and a rank never needs the notebook's packages.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Cluster": "nbdist.cluster",
+    "ClusterError": "nbdist.errors",
+    "CollectiveMismatch": "nbdist.errors",
+    "CollectiveTimeout": "nbdist.errors",
+    "Dashboard": "nbdist.dashboard",
+    "DistributedError": "nbdist.errors",
+    "NbdistError": "nbdist.errors",
+    "RankInfo": "nbdist.records",
+    "Trainer": "nbdist.engine.training",
+    "WorldError": "nbdist.errors",
+    "distributed_loader": "nbdist.engine.data",
+    "log": "nbdist.engine.meters",
+    "mean": "nbdist.engine.meters",
+    "parallelize": "nbdist.engine.parallel",
+    "rank_info": "nbdist.engine.process_group",
+    "seed": "nbdist.engine.data",
+    "span": "nbdist.engine.meters",
+    "track": "nbdist.engine.meters",
+}
+
+__all__ = [
+    "Cluster",
+    "ClusterError",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "Dashboard",
+    "distributed_loader",
+    "DistributedError",
+    "log",
+    "mean",
+    "NbdistError",
+    "parallelize",
+    "rank_info",
+    "RankInfo",
+    "seed",
+    "span",
+    "track",
+    "Trainer",
+    "WorldError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'nbdist' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """Register the magics; what ``%load_ext nbdist`` calls."""
+    from nbdist.magics import register
+
+    register(ipython)
+
+
+def unload_ipython_extension(ipython: Any) -> None:
+    """Stop the active cluster; what ``%unload_ext nbdist`` calls."""
+    from nbdist.cluster import active
+
+    cluster = active()
+    if cluster is not None:
+        cluster.stop()

@@ -1,0 +1,405 @@
+"""Run a cell on ranks: send it, stream what comes back, stop it, and end it well or as one error."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from nbdist.errors import ClusterError, CollectiveTimeout, DistributedError, NbdistError
+from nbdist.output import Output
+from nbdist.page import Page
+from nbdist.ranks import named
+from nbdist.records import RankError, from_wire
+from nbdist.release import Release
+from nbdist.report import one_line
+
+if TYPE_CHECKING:
+    from nbdist.cluster import Cluster
+
+__all__ = ["Cell", "CellSyntaxError", "check_syntax", "run", "train"]
+
+TICK_S = 0.05
+OUTPUT_GRACE_S = 2.0  # between a rank's reply and the last of its output, which takes another way
+
+_outside_ipython = itertools.count(1)
+
+
+class CellSyntaxError(NbdistError):
+    """A cell that is no Python: it was not sent to any rank."""
+
+    def __init__(self, error: SyntaxError, label: str) -> None:
+        self.error = error
+        self.label = label
+        super().__init__(f"{error.msg} ({label}, line {error.lineno}); nothing ran on any rank")
+
+    def _render_traceback_(self) -> list[str]:
+        error = self.error
+        lines = [f"  Cell {self.label}, line {error.lineno}"]
+        if error.text:
+            lines.append("    " + error.text.strip())
+            lines.append("    " + " " * max(0, (error.offset or 1) - 1 - _indent(error.text)) + "^")
+        return [*lines, f"\x1b[31mSyntaxError\x1b[0m: {error.msg}", "Nothing ran on any rank."]
+
+
+class Stopped(KeyboardInterrupt):
+    """Stop was pressed; the traceback of the notebook's own waiting says nothing to anybody."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__("; ".join(lines))
+        self.lines = tuple(lines)
+
+    def _render_traceback_(self) -> list[str]:
+        return ["\x1b[31mKeyboardInterrupt\x1b[0m", *self.lines]
+
+
+Stopped.__name__ = "KeyboardInterrupt"  # what front ends show and tools compare
+
+
+class Cell:
+    """A cell that runs, or ran, on ranks.
+
+    ``wait`` blocks until it has ended on all of them and raises what a foreground cell would have raised.
+    """
+
+    def __init__(
+        self, cluster: Cluster, source: str, ranks: Sequence[int], *, label: int, output: str, timeout: float | None
+    ) -> None:
+        self.cluster = cluster
+        self.source = source
+        self.ranks = tuple(ranks)
+        self.label = label
+        self.timeout = timeout
+        self.engines = {cluster.world.engines[rank]: rank for rank in ranks}
+        self.began = time.monotonic()
+        self.replies: dict[int, dict[str, Any]] = {}  # rank -> what run_cell gave
+        self.errors: dict[int, RankError] = {}
+        self.stopped_at: int | None = None
+        self.interrupted = False
+        self.is_training = False
+        self.error: BaseException | None = None
+        self.finished = threading.Event()
+        self.page = Page()
+        self.output = Output(self.page, self.ranks, output, cluster.log_dir("cells") / f"In-{label}")
+        self._events: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
+        self._idle: set[int] = set()
+        self._replied_at: dict[int, float] = {}
+        self._release: Release | None = None
+        self._shown_first = False
+
+    def __repr__(self) -> str:
+        state = "ended" if self.finished.is_set() else "running"
+        return f"<Cell In[{self.label}] on {named(self.ranks)} · {state}>"
+
+    @property
+    def remaining(self) -> dict[int, int]:
+        """Engine to rank of those that still run the cell."""
+        return {engine: rank for engine, rank in self.engines.items() if rank not in self.replies}
+
+    # -- called from other threads -----------------------------------------------------------------------------------
+
+    def receive(self, rank: int, message: dict[str, Any]) -> None:
+        """Take one iopub message of a rank."""
+        self._events.put(("message", rank, message))
+
+    def wake(self) -> None:
+        """Look at the world again: an engine or the controller has ended."""
+        self._events.put(("wake", -1, None))
+
+    def request_stop(self) -> None:
+        """Ask for the same as the kernel's interrupt does; returns at once."""
+        self._events.put(("stop", -1, None))
+
+    # -- the life of a cell ------------------------------------------------------------------------------------------
+
+    def send(self) -> None:
+        """Send the cell to its ranks."""
+        client = self.cluster.client
+
+        def expect(future: Any, rank: int) -> None:
+            self.cluster._requests[future.msg_id] = (self, rank)
+            future.add_done_callback(lambda done: self._events.put(("reply", rank, done)))
+
+        for engine, rank in self.engines.items():
+            client.submit(
+                engine,
+                "nbdist.engine.bootstrap:run_cell",
+                self.source,
+                self.label,
+                f"cell {self.label}",
+                hook=lambda future, rank=rank: expect(future, rank),
+            )
+
+    def pump(self) -> None:
+        """Show output and mind failures until the cell has ended on every rank; raise what went wrong."""
+        try:
+            while not self._complete():
+                try:
+                    self._step()
+                except KeyboardInterrupt:
+                    self._on_stop()
+            self.output.flush(time.monotonic(), final=True)
+            self._conclude()
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            self.page.closed = True
+            self.cluster.cell = None
+            self.finished.set()
+
+    def wait(self, timeout: float | None = None) -> Cell:
+        """Wait for a detached cell; raise what went wrong on its ranks."""
+        if not self.finished.wait(timeout):
+            raise TimeoutError(f"Cell In[{self.label}] still runs after {timeout:g} s.")
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def _step(self) -> None:
+        self._take(TICK_S)
+        now = time.monotonic()
+        self.output.flush(now)
+        if self.timeout is not None and now - self.began > self.timeout and self._release is None:
+            self._bring_out(f"timeout of {self.timeout:g} s", gentle=False)
+
+    def _take(self, wait: float) -> None:
+        """Handle what has come; wait for the first of it."""
+        try:
+            event = self._events.get(timeout=wait)
+        except queue.Empty:
+            self._look_at_dead()
+            return
+        while True:
+            kind, rank, payload = event
+            if kind == "message":
+                content = payload["content"]
+                if payload["msg_type"] == "status":
+                    if content["execution_state"] == "idle":
+                        self._idle.add(rank)
+                        self._settle(rank)
+                else:
+                    self.output.receive(rank, payload, time.monotonic())
+            elif kind == "reply":
+                self._on_reply(rank, payload)
+            elif kind == "stop":
+                self._on_stop()
+            else:
+                self._look_at_dead()
+            try:
+                event = self._events.get_nowait()
+            except queue.Empty:
+                return
+
+    def _complete(self) -> bool:
+        if self.remaining:
+            return False
+        if self._release is not None and self._release.active:
+            return False
+        late = [rank for rank in self.ranks if rank not in self._idle and rank not in self.errors]
+        now = time.monotonic()
+        return all(now - self._replied_at[rank] > OUTPUT_GRACE_S for rank in late)
+
+    def _settle(self, rank: int) -> None:
+        if rank in self.replies:
+            self.output.rank_done(rank)
+
+    def _on_reply(self, rank: int, future: Any) -> None:
+        if rank in self.replies:
+            return
+        self._replied_at[rank] = time.monotonic()
+        result = future.result()
+        if isinstance(result, dict):
+            self.replies[rank] = result
+            if result["error"] is not None:
+                self.errors[rank] = from_wire(RankError, {**result["error"], "rank": rank})
+        else:
+            self.replies[rank] = {"error": None, "progress": {}}
+            self.errors[rank] = self._lost(rank, result)
+        if rank in self._idle:
+            self._settle(rank)
+        error = self.errors.get(rank)
+        if error is not None and error.released is None:
+            self._bring_out(f"rank {rank} failed", gentle=False)
+
+    def _lost(self, rank: int, result: object) -> RankError:
+        """Describe a rank whose reply will never come."""
+        from nbdist.cluster import describe_end
+
+        engine = self.cluster.world.engines[rank]
+        death = self._death(engine)
+        if death is None:
+            text, stderr = f"{type(result).__name__}: {result}", ""
+        else:
+            text, stderr = f"rank {rank} {describe_end(death)}", death.get("stderr", "")
+        host = self.cluster.world.ranks[rank].host
+        self.cluster.world.broken = True
+        return RankError(
+            rank=rank,
+            ename="RankDied",
+            evalue=f"{text} on host {host}",
+            time=0.0,  # whatever the others say came of this
+            traceback=tuple(
+                [f"\x1b[31mRankDied\x1b[0m: {text} on host {host}", *(f"  stderr: {x}" for x in _last_lines(stderr, 8))]
+            ),
+            hint="%cluster repair puts an empty rank in its place; the others keep their state.",
+        )
+
+    def _death(self, engine: int) -> dict[str, Any] | None:
+        """Give what the agent reported of an engine; the nanny's word may be a moment ahead of it."""
+        deadline = time.monotonic() + 1.0
+        with self.cluster._changed:
+            while engine not in self.cluster.deaths and time.monotonic() < deadline:
+                self.cluster._changed.wait(deadline - time.monotonic())
+            return self.cluster.deaths.get(engine)
+
+    def _look_at_dead(self) -> None:
+        if self.cluster._controller_end is not None:
+            raise ClusterError(
+                "The controller of the cluster ended, and no rank can be reached. Start anew with %cluster stop, "
+                "then %cluster start."
+            )
+
+    def _on_stop(self) -> None:
+        """A first Stop is gentle; a second one insists, and a third one ends the ranks that do not come."""
+        self.interrupted = True
+        if self._release is None:
+            self._bring_out("stopped", gentle=True)
+        else:
+            self._release.insist()
+
+    def _bring_out(self, reason: str, *, gentle: bool) -> None:
+        if self._release is None:
+            self._release = Release(self, reason, gentle=gentle)
+            self._release.start()
+
+    def _conclude(self) -> None:
+        """Form the group anew where it was broken, and raise what the cell ended with."""
+        cluster = self.cluster
+        release = self._release
+        broken = (release is not None and release.cut) or self._out_of_step()
+        dead = [engine for engine in cluster.world.engines if engine in cluster.deaths]
+        if broken:
+            cluster.world.broken = True
+        if cluster.world.broken and not dead:
+            cluster.world.form()
+        real = [e for e in self.errors.values() if e.released is None]
+        if release is not None and release.reason.startswith("timeout") and not real:
+            raise CollectiveTimeout(
+                f"The cell ran into its {release.reason}: {release.places()}. The ranks are back at the prompt."
+            )
+        if self.interrupted and not real:
+            raise Stopped(self._stops())
+        if self.errors:
+            raise DistributedError(list(self.errors.values()))
+
+    def _stops(self) -> list[str]:
+        if self.stopped_at is not None:
+            return [f"stopped after step {self.stopped_at} on {named(self.ranks)}"]
+        places: dict[str, list[int]] = {}
+        for rank, error in sorted(self.errors.items()):
+            places.setdefault(one_line(error), []).append(rank)
+        done = [rank for rank in self.ranks if rank not in self.errors]
+        if done:
+            places.setdefault("had finished the cell", []).extend(done)
+        return [f"{named(ranks)}: {text}" for text, ranks in places.items()]
+
+    def _out_of_step(self) -> bool:
+        """Whether the ranks' collectives do not match any more, or one is left in flight."""
+        counters = [reply["progress"] for reply in self.replies.values() if reply.get("progress")]
+        groups = {name for progress in counters for name in progress}
+        for name in groups:
+            seen = {tuple(progress[name]) for progress in counters if name in progress}
+            if len(seen) > 1 or any(enqueued != completed for enqueued, completed in seen):
+                return True
+        return False
+
+
+def run(
+    cluster: Cluster,
+    source: str,
+    ranks: Sequence[int],
+    *,
+    timeout: float | None = None,
+    output: str = "fold",
+    detach: bool = False,
+    training: bool = False,
+) -> Cell:
+    """Run ``source`` on ranks; see ``Cluster.run``."""
+    world = cluster.world
+    if output not in ("fold", "all", "none"):
+        raise ValueError(f"output {output!r}: choose fold, all or none.")
+    if cluster.cell is not None:
+        raise ClusterError(
+            f"In[{cluster.cell.label}] still runs on the ranks. Wait for it, or %cluster interrupt it first."
+        )
+    dead = [rank for rank, engine in enumerate(world.engines) if engine in cluster.deaths]
+    if dead:
+        raise ClusterError(f"{named(dead)} dead. Replace with %cluster repair; the others keep their state.")
+    label = current_label()
+    check_syntax(source, f"In[{label}]")
+    cell = Cell(cluster, source, ranks, label=label, output=output, timeout=timeout)
+    cell.is_training = training
+    cluster.cell = cell
+    if detach:
+        threading.Thread(target=_pump_detached, args=(cell,), name=f"nbdist-cell-{label}", daemon=True).start()
+        cell.send()
+        return cell
+    cell.send()
+    cell.pump()
+    return cell
+
+
+def train(
+    cluster: Cluster, steps: int | None, *, epochs: float | None = None, name: str = "trainer", detach: bool = False
+) -> Cell:
+    """Run ``trainer.train(steps)`` on every rank."""
+    if (steps is None) == (epochs is None):
+        raise ValueError("Give a number of steps, or epochs: %train 500, or %train --epochs 2.")
+    if steps is not None and steps < 1:
+        raise ValueError(f"%train {steps}: at least one step.")
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"{name!r} is not the name of a Trainer.")
+    call = f"{name}.train({steps})" if steps is not None else f"{name}.train(epochs={epochs})"
+    return run(cluster, f"{call};", tuple(range(cluster.world_size)), detach=detach, training=True)
+
+
+def current_label() -> int:
+    """Give the number of the notebook cell that runs now: ranks call the cell by the same one."""
+    from IPython.core.getipython import get_ipython
+
+    shell = get_ipython()  # type: ignore[no-untyped-call]
+    # not execution_count: IPython 9 raises it before a cell runs, IPython 8 after
+    return int(shell.displayhook.prompt_count) if shell is not None else next(_outside_ipython)
+
+
+def check_syntax(source: str, label: str) -> None:
+    """Refuse a cell that is no Python, before any rank has seen it."""
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    try:
+        code = TransformerManager().transform_cell(source)
+        compile(code, "<cell>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    except SyntaxError as error:
+        raise CellSyntaxError(error, label) from None
+
+
+def _pump_detached(cell: Cell) -> None:
+    try:
+        cell.pump()
+    except KeyboardInterrupt:
+        return
+    except NbdistError as error:
+        cell.page.write("\n".join(error._render_traceback_()) + "\n", "stderr")
+
+
+def _last_lines(text: str, most: int) -> list[str]:
+    return [line for line in text.splitlines() if line.strip()][-most:]
+
+
+def _indent(text: str) -> int:
+    return len(text) - len(text.lstrip())

@@ -1,0 +1,77 @@
+"""ipyparallel's client, with what nbdist needs of it: output that outlives its request, and control requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import ipyparallel as ipp
+
+from nbdist.wire import RemoteCall
+
+__all__ = ["RankClient"]
+
+
+class RankClient(ipp.Client):  # type: ignore[misc]  # ipyparallel is not typed
+    """A client whose iopub messages go to ``route`` (from its IO thread), whoever asked for them.
+
+    ipyparallel's own handler keeps the whole text of a request in memory, joining it anew with every message, and
+    drops what comes after the request has ended.
+    """
+
+    route: Callable[[dict[str, Any]], None] | None = None
+
+    def activate(self, targets: Any = "all", suffix: str = "") -> Any:
+        """Leave the notebook's ``%px`` magics alone: a user may have a cluster of his own."""
+        return None
+
+    def submit(
+        self, engine: int, target: str, *args: Any, hook: Callable[[Any], None] | None = None, **kwargs: Any
+    ) -> Any:
+        """Call a function of the engine, named as ``module:function``; give the future of its result.
+
+        ``hook`` gets the future before the message is sent, so that no output can come before it is known.
+        """
+        self.history.clear()
+        return self.send_apply_request(
+            self._mux_stream,
+            RemoteCall(target),
+            args,
+            kwargs,
+            ident=self._engines[engine].encode(),
+            message_future_hook=hook,
+        )
+
+    def ask(self, engines: Iterable[int], op: str, timeout: float = 1.0, **content: Any) -> dict[int, Any]:
+        """Ask engines something on the control channel; None stands for one that did not answer within ``timeout``."""
+        futures = {
+            engine: self._send(
+                self._control_stream,
+                "nbdist_request",
+                content={"op": op, **content},
+                ident=self._engines[engine].encode(),
+            )
+            for engine in engines
+            if engine in self._engines
+        }
+        deadline = time.monotonic() + timeout
+        replies: dict[int, Any] = {}
+        for engine, future in futures.items():
+            future.wait(max(0.0, deadline - time.monotonic()))
+            reply = future.result()["content"] if future.done() else None
+            replies[engine] = reply if reply is not None and reply.get("status") == "ok" else None
+            if not future.done():
+                self._futures.pop(future.msg_id, None)
+        return replies
+
+    def _dispatch_iopub(self, parts: list[Any]) -> None:
+        _, frames = self.session.feed_identities(parts, copy=False)
+        message = self.session.deserialize(frames, content=True, copy=False)
+        if self.route is not None:
+            self.route(message)
+        if message["msg_type"] == "status" and message["content"].get("execution_state") == "idle":
+            # ipyparallel frees what it keeps of a request when both reply and output are there
+            output = self._output_futures.get((message["parent_header"] or {}).get("msg_id"))
+            if output is not None and not output.done():
+                output.set_result(None)

@@ -1,0 +1,534 @@
+"""The cluster: a controller and engines that this notebook started, and the world they form."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbdist import ranks as rank_sets
+from nbdist.errors import ClusterError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from nbdist.cells import Cell
+    from nbdist.client import RankClient
+    from nbdist.status import Status
+    from nbdist.telemetry import Telemetry
+    from nbdist.world import World
+
+__all__ = ["Cluster", "active"]
+
+_active: Cluster | None = None
+
+BACKENDS = ("auto", "nccl", "gloo")
+
+
+def active() -> Cluster | None:
+    """Give the running cluster of this notebook, if there is one."""
+    return _active
+
+
+def require() -> Cluster:
+    """Give the running cluster of this notebook, or say how to start one."""
+    if _active is None:
+        raise ClusterError("No cluster. Start one with %cluster start -n 2.")
+    return _active
+
+
+class Cluster:
+    """Engines on this or other machines, bootstrapped into one ``torch.distributed`` process group.
+
+    Parameters
+    ----------
+    n : int, optional
+        Number of ranks. By default one per GPU; on a machine without GPU, 2.
+    profile : str or path, optional
+        Name of a profile (``local``, …) or a profile folder.
+    backend : {"auto", "nccl", "gloo"}
+        "auto" is nccl when there is a GPU for each rank, else gloo.
+    timeout : float
+        Seconds to wait for the engines and the first all_reduce.
+    collective_timeout : float
+        Seconds after which a collective gives up by itself; the state is kept when it does.
+    keep : bool
+        Leave the cluster running when this process ends.
+    oversubscribe : bool
+        Allow more than four ranks per core.
+
+    Examples
+    --------
+    >>> cluster = nbdist.Cluster(4).start()
+    >>> cluster.run("x = torch.ones(1); dist.all_reduce(x); x.item()")
+    >>> cluster.pull("x")
+    """
+
+    def __init__(
+        self,
+        n: int | None = None,
+        *,
+        profile: str | os.PathLike[str] | None = None,
+        backend: str = "auto",
+        timeout: float = 60.0,
+        collective_timeout: float = 1800.0,
+        keep: bool = False,
+        name: str = "",
+        repair: str = "ask",
+        oversubscribe: bool = False,
+    ) -> None:
+        from nbdist.launchers import visible_gpus
+
+        if backend not in BACKENDS:
+            raise ValueError(f"backend {backend!r}: choose one of {', '.join(BACKENDS)}.")
+        if repair not in ("ask", "auto"):
+            raise ValueError(f"repair {repair!r}: choose auto or ask.")
+        gpus = visible_gpus()
+        self.n = (gpus or 2) if n is None else n
+        _check_size(self.n, gpus, backend, oversubscribe)
+        self.backend = backend if backend != "auto" else ("nccl" if 0 < self.n <= gpus else "gloo")
+        self.profile = profile
+        self.timeout = timeout
+        self.collective_timeout = collective_timeout
+        self.keep = keep
+        self.name = name
+        self.repair_mode = repair
+        self.deaths: dict[int, dict[str, Any]] = {}  # engine id -> what the agent reported
+        self.cell: Cell | None = None  # the cell that runs now
+        self.seconds_to_ready = 0.0
+        self._ipp: Any = None
+        self._client: RankClient | None = None
+        self._world: World | None = None
+        self._telemetry: Telemetry | None = None
+        self._requests: dict[str, tuple[Cell, int]] = {}  # message id -> who waits for its output
+        self._engine_pids: dict[int, int] = {}
+        self._changed = threading.Condition()
+        self._controller_end: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.run_dir: Path | None = None
+
+    # -- start and stop ----------------------------------------------------------------------------------------------
+
+    def start(self, progress: Callable[[str], None] | None = None) -> Cluster:
+        """Start everything and return when an all_reduce came back right on every rank.
+
+        Parameters
+        ----------
+        progress : callable, optional
+            Called with one line for each stage reached.
+
+        Raises
+        ------
+        ClusterError
+            When engines do not start, with the end of their log; nothing is left running then.
+        """
+        global _active
+        if self.running:
+            return self
+        if _active is not None and _active is not self:
+            raise ClusterError(
+                f"A cluster of {_active.n} ranks is running already. Replace it with %cluster stop, then %cluster start."
+            )
+        tell = progress or (lambda line: None)
+        began = time.monotonic()
+        _active = self
+        try:
+            self._start(tell, began + self.timeout)
+        except BaseException:
+            self.stop()
+            raise
+        self.seconds_to_ready = time.monotonic() - began
+        atexit.register(self.stop)
+        return self
+
+    def _start(self, tell: Callable[[str], None], deadline: float) -> None:
+        from nbdist.client import RankClient
+        from nbdist.telemetry import Telemetry
+        from nbdist.world import World
+
+        tell("starting the controller")
+        self.run_dir = Path(tempfile.mkdtemp(prefix="nbdist-"))
+        (self.run_dir / "log").mkdir()
+        self._launch()
+        info = self._wait(self._ipp.controller.get_connection_info(timeout=deadline - time.monotonic()), deadline)
+        tell(f"engines: 0 of {self.n}")
+        self._telemetry = Telemetry(self.n, log_dir=self.log_dir("runs"))
+        client = self._client = RankClient(info["client"], timeout=max(1.0, deadline - time.monotonic()))
+        client.route = self._route
+        client._registration_callbacks.append(self._on_registration)
+        self._wait_for_engines(tell, deadline)
+        tell(f"forming the group of {self.n} ranks")
+        self._world = World(client, self.run_dir, backend=self.backend, timeout=self.collective_timeout)
+        self._world.form(wait=max(1.0, deadline - time.monotonic()))
+        tell("ready")
+
+    def _launch(self) -> None:
+        """Let ipyparallel start controller and agent, on an event loop of its own."""
+        import logging
+
+        import ipyparallel as ipp
+
+        from nbdist.profiles import locate
+
+        assert self.run_dir is not None
+        shutil.copytree(locate(self.profile), self.run_dir, dirs_exist_ok=True)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="nbdist-launch", daemon=True).start()
+
+        log = logging.getLogger("nbdist.ipyparallel")
+        log.addHandler(logging.NullHandler())
+        log.propagate = False
+
+        async def launch() -> None:
+            environment = {"NBDIST_RUN_DIR": str(self.run_dir), "IPYTHONDIR": str(self.run_dir / "ipython")}
+            if self.keep:
+                environment["NBDIST_KEEP"] = "1"
+            cluster = self._ipp = ipp.Cluster(
+                n=self.n,
+                profile_dir=str(self.run_dir),
+                cluster_file="",
+                shutdown_atexit=False,
+                parent=None,
+                log=log,
+            )
+            await cluster.start_controller(environment=environment)
+            cluster.controller.on_stop(self._on_controller_end)
+            await cluster.start_engines(
+                self.n, environment=environment, order={"keep": self.keep}, on_event=self._on_agent
+            )
+
+        self._wait(launch(), time.monotonic() + self.timeout)
+
+    def _wait(self, coroutine: Any, deadline: float) -> Any:
+        assert self._loop is not None
+        future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(max(0.1, deadline - time.monotonic()))
+        except TimeoutError:
+            raise ClusterError(f"The controller did not start in {self.timeout:g} s.{self._log_tail()}") from None
+        except RuntimeError as error:
+            raise ClusterError(f"The controller did not start: {error}.{self._log_tail()}") from None
+
+    def _wait_for_engines(self, tell: Callable[[str], None], deadline: float) -> None:
+        assert self._client is not None
+        told = 0
+        with self._changed:
+            while len(self._client.ids) < self.n:
+                if self.deaths:
+                    engine, death = next(iter(self.deaths.items()))
+                    raise ClusterError(
+                        f"{len(self._client.ids)} of {self.n} engines registered; engine {engine} "
+                        f"{describe_end(death)}.{_indent(death.get('stderr', ''))}"
+                    )
+                if self._controller_end is not None:
+                    raise ClusterError(f"The controller ended while the engines were starting.{self._log_tail()}")
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise ClusterError(
+                        f"{len(self._client.ids)} of {self.n} engines registered in {self.timeout:g} s. "
+                        f"Give more with %cluster start --timeout.{self._log_tail()}"
+                    )
+                self._changed.wait(min(left, 0.1))
+                if len(self._client.ids) > told:
+                    told = len(self._client.ids)
+                    tell(f"engines: {told} of {self.n}")
+
+    def stop(self) -> None:
+        """End everything that was started, by pid, and remove what it left on disk. Does nothing the second time."""
+        global _active
+        if _active is self:
+            _active = None
+        atexit.unregister(self.stop)
+        if self._telemetry is not None:
+            self._telemetry.close()
+        client, self._client = self._client, None
+        if client is not None:
+            client.close(linger=0)
+        cluster, self._ipp = self._ipp, None
+        if cluster is not None and self._loop is not None:
+            asyncio.run_coroutine_threadsafe(cluster.stop_cluster(), self._loop).result(15)
+        self._sweep()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
+        if self.run_dir is not None:
+            shutil.rmtree(self.run_dir, ignore_errors=True)
+        self._world = None
+        self._requests.clear()
+
+    def _sweep(self) -> None:
+        """Kill what outlived its agent: only pids that the agent told us, and only while they are still those."""
+        for pid in self._engine_pids.values():
+            with contextlib.suppress(OSError):
+                if f"NBDIST_RUN_DIR={self.run_dir}".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+        self._engine_pids.clear()
+
+    def __enter__(self) -> Cluster:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # -- what it is --------------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        """Whether the cluster was started and not stopped."""
+        return self._world is not None
+
+    @property
+    def client(self) -> RankClient:
+        """The ipyparallel client of this cluster: ``cluster.client[:]`` is a view on all engines."""
+        if self._client is None:
+            raise ClusterError("This cluster is not running. Start one with %cluster start -n 2.")
+        return self._client
+
+    @property
+    def world(self) -> World:
+        """The ranks of the current generation of the process group."""
+        if self._world is None:
+            raise ClusterError("This cluster is not running. Start one with %cluster start -n 2.")
+        return self._world
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """All step records of this cluster; ``telemetry.to_frame()`` gives them as a table."""
+        if self._telemetry is None:
+            raise ClusterError("This cluster was never started. Start one with %cluster start -n 2.")
+        return self._telemetry
+
+    @property
+    def world_size(self) -> int:
+        return self._world.size if self._world is not None else self.n
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Rank to process id."""
+        return {info.rank: info.pid for info in self.world.ranks}
+
+    def __repr__(self) -> str:
+        if self._world is None:
+            return f"<Cluster of {self.n} ranks · not running>"
+        hosts = len({info.host for info in self._world.ranks})
+        return (
+            f"<Cluster {self.n} engine{'s' if self.n > 1 else ''} on {hosts} host{'s' if hosts > 1 else ''} · "
+            f"world of {self._world.size} rank{'s' if self._world.size > 1 else ''} · {self.backend} · "
+            f"ready in {self.seconds_to_ready:.1f} s>"
+        )
+
+    def log_dir(self, kind: str) -> Path:
+        """Give the folder where logs of this cluster are kept when it is gone."""
+        from nbdist.profiles import state_dir
+
+        assert self.run_dir is not None
+        return state_dir(self.run_dir) / kind
+
+    # -- cells -------------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        source: str,
+        ranks: Iterable[int] | None = None,
+        timeout: float | None = None,
+        *,
+        output: str = "fold",
+        detach: bool = False,
+    ) -> Cell:
+        """Run code on ranks as a cell: stream its output here, raise when it fails.
+
+        Parameters
+        ----------
+        source : str
+            What one would type into a ``%%distributed`` cell.
+        ranks : iterable of int, optional
+            Which ranks run it; all by default.
+        timeout : float, optional
+            Seconds after which the ranks are brought back and the cell fails.
+        output : {"fold", "all", "none"}
+            Fold equal output of ranks into one line, show every line, or show nothing.
+        detach : bool
+            Return at once; output and plots go on.
+
+        Raises
+        ------
+        DistributedError
+            When a rank failed: root cause first.
+        """
+        from nbdist import cells
+
+        chosen = range(self.world_size) if ranks is None else rank_sets.check(ranks, self.world_size)
+        return cells.run(self, source, tuple(chosen), timeout=timeout, output=output, detach=detach)
+
+    def evaluate(self, expression: str, ranks: Iterable[int] | None = None) -> Any:
+        """Give the value of an expression on each rank."""
+        from nbdist import values
+
+        return values.evaluate(self, expression, ranks)
+
+    def push(self, ranks: Iterable[int] | None = None, /, **names: Any) -> None:
+        """Copy values to ranks, by value; classes and functions of the notebook included.
+
+        Examples
+        --------
+        >>> cluster.push(lr=0.1, Net=Net)
+        """
+        from nbdist import values
+
+        values.push(self, ranks, names)
+
+    def pull(self, name: str, ranks: Iterable[int] | int | None = None) -> Any:
+        """Copy a value from ranks: a list with one value per rank, or the value itself when ``ranks`` is one number.
+
+        Examples
+        --------
+        >>> cluster.pull("accuracy")
+        [0.98, 0.98]
+        >>> cluster.pull("accuracy", ranks=0)
+        0.98
+        """
+        from nbdist import values
+
+        return values.pull(self, name, ranks)
+
+    def train(self, steps: int | None = None, *, epochs: float | None = None, name: str = "trainer", detach: bool = False) -> Cell:
+        """Run synchronized steps of the Trainer called ``name`` on every rank; it goes on from where it was."""
+        from nbdist import cells
+
+        return cells.train(self, steps, epochs=epochs, name=name, detach=detach)
+
+    def status(self) -> Status:
+        """What each rank does now; answers while ranks are busy."""
+        from nbdist.status import ask
+
+        return ask(self)
+
+    def chips(self) -> Sequence[tuple[int, str, str]]:
+        """Rank, state and detail for the panel, from what is known here without asking."""
+        from nbdist.status import chips
+
+        return chips(self)
+
+    def is_running(self) -> bool:
+        """Whether a cell runs on the ranks now."""
+        return self.cell is not None
+
+    def request_stop(self) -> None:
+        """Ask the running cell to stop; returns at once, from any thread."""
+        cell = self.cell
+        if cell is not None:
+            cell.request_stop()
+
+    def interrupt(self) -> None:
+        """Bring all ranks back to the prompt."""
+        cell = self.cell
+        if cell is not None:
+            cell.request_stop()
+            cell.wait()
+
+    def kill(self, engine: int) -> None:
+        """End the process of one engine; its rank is dead then, and the others keep their state."""
+        pid = self._engine_pids.get(engine)
+        if pid is not None and self._ipp is not None:
+            self._ipp.engine_set.tell(op="signal", pid=pid, signal=int(signal.SIGKILL))
+
+    def logs(self, ranks: Iterable[int] | None = None, last: int = 4096) -> str:
+        """Give the end of what the ranks' processes wrote to their standard error."""
+        assert self.run_dir is not None
+        texts = []
+        for info in self.world.ranks:
+            if ranks is None or info.rank in ranks:
+                path = self.run_dir / "log" / f"rank-{info.local_rank}.err"
+                text = path.read_text(errors="replace")[-last:] if path.exists() else ""
+                texts.append(f"[{info.rank}] {path}\n{text or '(nothing)'}")
+        return "\n".join(texts)
+
+    # -- what happens in other threads -------------------------------------------------------------------------------
+
+    def _route(self, message: dict[str, Any]) -> None:
+        """Take one iopub message, in ipyparallel's IO thread."""
+        if message["msg_type"] == "nbdist_records":
+            self.telemetry.receive(message["content"])
+            return
+        waiting = self._requests.get((message["parent_header"] or {}).get("msg_id", ""))
+        if waiting is not None:
+            cell, rank = waiting
+            cell.receive(rank, message)
+
+    def _on_agent(self, event: dict[str, Any]) -> None:
+        with self._changed:
+            if event["event"] == "forked":
+                self._engine_pids[event["id"]] = event["pid"]
+                self.deaths.pop(event["id"], None)
+            elif event["event"] == "exited":
+                for engine, pid in self._engine_pids.items():
+                    if pid == event["pid"]:
+                        self.deaths[engine] = event
+                        del self._engine_pids[engine]
+                        break
+            self._changed.notify_all()
+        if event["event"] == "exited" and self.cell is not None:
+            self.cell.wake()
+
+    def _on_registration(self, event: dict[str, Any]) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _on_controller_end(self, data: Any) -> None:
+        with self._changed:
+            self._controller_end = data or {}
+            self._changed.notify_all()
+        if self.cell is not None:
+            self.cell.wake()
+
+    def _log_tail(self) -> str:
+        if self.run_dir is None:
+            return ""
+        texts = []
+        for path in sorted((self.run_dir / "log").glob("ipcontroller*.log")):
+            with contextlib.suppress(OSError):
+                texts.append(path.read_text(errors="replace")[-1500:])
+        return _indent("".join(texts))
+
+
+def describe_end(death: dict[str, Any]) -> str:
+    """Say how a process ended: ``exited with code 3``, ``was killed by signal 9 (SIGKILL): often out of memory``."""
+    number = death.get("signal")
+    if number is None:
+        return f"(pid {death['pid']}) exited with code {death.get('code')}"
+    with contextlib.suppress(ValueError):
+        name = signal.Signals(number).name
+        why = {"SIGKILL": ": often out of memory", "SIGABRT": ": often different shapes or dtypes in a collective"}
+        return f"(pid {death['pid']}) was killed by signal {number} ({name}){why.get(name, '')}"
+    return f"(pid {death['pid']}) was killed by signal {number}"
+
+
+def _check_size(n: int, gpus: int, backend: str, oversubscribe: bool) -> None:
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    limit = max(8, 4 * cores)
+    if n < 1:
+        raise ValueError(f"-n {n}: a world has at least 1 rank.")
+    if backend == "nccl" and gpus == 0:
+        raise ValueError("--backend nccl needs a GPU and there is none here. Use --backend gloo.")
+    if backend == "nccl" and n > gpus:
+        raise ValueError(f"{n} ranks, {gpus} GPU{'s' if gpus > 1 else ''}: use -n {gpus}, or --backend gloo to share.")
+    if n > limit and not oversubscribe:
+        raise ValueError(f"{n} ranks on {cores} cores: at most {limit} without --oversubscribe.")
+
+
+def _indent(text: str) -> str:
+    text = text.strip()
+    return "\n  " + text.replace("\n", "\n  ") if text else ""

@@ -1,0 +1,53 @@
+"""The controller process: ipyparallel's, ending with the process that started it.
+
+``python -m nbdist.controller <arguments of ipcontroller>``
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sys
+import threading
+
+__all__ = ["main"]
+
+PARENT_POLL_S = 0.25
+
+
+def end_with_parent(run_dir: str) -> None:
+    """End this whole process group when standard input ends or the parent is gone, whichever is seen first.
+
+    The schedulers are children of the controller and in its session: they go with it.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            readable, _, _ = select.select([0], [], [], PARENT_POLL_S)
+            if readable and not os.read(0, 4096):
+                break
+        if os.getppid() != parent:
+            shutil.rmtree(run_dir, ignore_errors=True)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="nbdist-parent", daemon=True).start()
+
+
+def main() -> None:
+    """Run ipcontroller; keep it alive beyond its parent only when NBDIST_KEEP is set."""
+    os.umask(0o077)
+    if os.environ.get("NBDIST_KEEP") != "1":
+        end_with_parent(os.environ["NBDIST_RUN_DIR"])
+    from ipyparallel.controller.app import main as ipcontroller
+
+    sys.argv[0] = "ipcontroller"
+    ipcontroller()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,7 @@
+"""The live panel of a notebook: curves, progress, ranks, Stop."""
+
+from __future__ import annotations
+
+from nbdist.dashboard.live import Dashboard
+
+__all__ = ["Dashboard"]

@@ -1,0 +1,117 @@
+"""Evaluate over the world: every sample once, sums added over the ranks, however uneven their shares are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nbdist.engine.data import first_tensor_length, own_samples
+
+__all__ = ["evaluate", "moved"]
+
+
+def evaluate(
+    module: nn.Module,
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    loader: Iterable[Any],
+    *,
+    device: torch.device,
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+    accuracy: Callable[[Any, Any], torch.Tensor] | None,
+) -> dict[str, float | int]:
+    """Give the mean loss and accuracy of ``module`` over all ranks' samples. One collective, at the end."""
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    samples = 0
+    with _in_eval_mode(module), torch.no_grad():
+        for batch in _own_batches(loader):
+            inputs, targets = moved(batch, device)
+            count = first_tensor_length(inputs)
+            if count is None:
+                raise ValueError("evaluate() counts samples by the first tensor of the inputs, and found none.")
+            with autocast():
+                outputs = module(inputs)
+                loss = loss_fn(outputs, targets)
+            totals[0] += loss.detach().double() * count
+            if accuracy is not None:
+                totals[1] += _summed(accuracy(outputs, targets), count)
+            samples += count
+    totals[2] = samples
+    if dist.is_initialized():
+        dist.all_reduce(totals)
+    loss_sum, accuracy_sum, all_samples = totals.tolist()
+    count = int(all_samples)
+    result: dict[str, float | int] = {"loss": loss_sum / count if count else float("nan"), "samples": count}
+    if accuracy is not None:
+        result["accuracy"] = accuracy_sum / count if count else float("nan")
+    return result
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Give a batch with its tensors on ``device``; lists, tuples and dicts keep their form."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(moved(part, device) for part in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(moved(part, device) for part in value)
+    if isinstance(value, dict):
+        return {name: moved(part, device) for name, part in value.items()}
+    return value
+
+
+@contextlib.contextmanager
+def _in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Switch dropout and the like off, and give each part its own mode back: a frozen part may be in eval mode."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def _own_batches(loader: Iterable[Any]) -> Iterator[Any]:
+    """Give the batches without the samples that a DistributedSampler repeats at the end of some ranks' shares."""
+    left = own_samples(loader)
+    if left is None:
+        yield from loader
+        return
+    for batch in loader:
+        count = first_tensor_length(batch)
+        if count is None or count <= left:
+            yield batch
+            left -= count or 0
+        elif left > 0:
+            yield _cut(batch, count, left)
+            left = 0
+
+
+def _cut(value: Any, count: int, keep: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value[:keep] if value.ndim and value.shape[0] == count else value
+    if isinstance(value, (list, tuple)):
+        # a column of strings is a plain sequence of one entry per sample
+        if len(value) == count and not any(isinstance(part, torch.Tensor) for part in value):
+            return value[:keep]
+        return type(value)(_cut(part, count, keep) for part in value)
+    if isinstance(value, dict):
+        return {name: _cut(part, count, keep) for name, part in value.items()}
+    return value
+
+
+def _summed(values: Any, count: int) -> torch.Tensor:
+    """Sum what the user's accuracy function gave: one value per sample, or their mean."""
+    given: torch.Tensor = torch.as_tensor(values).detach().double()
+    if given.numel() == count:
+        return given.sum()
+    if given.ndim == 0:
+        return given * count
+    raise ValueError(
+        f"accuracy(outputs, targets) gives one value per sample, got {given.numel()} values for {count} samples."
+    )

@@ -1,0 +1,240 @@
+"""One generation of the process group: join it, see how far its collectives are, cut it.
+
+gloo cannot be aborted. A rank that waits in a collective whose peer will never come is released by shutting down the
+TCP sockets of its groups from another thread (``cut``). That is safe only while no rank of the group is sending: a
+send that meets a closed socket is queued by gloo's pair and its waiter is never woken. Callers therefore wait until
+``progress`` has not moved for a while on any rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import pickle
+import platform
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from nbdist.errors import WorldError
+from nbdist.records import RankInfo
+
+__all__ = ["cut", "device", "join", "leave", "progress", "rank_info"]
+
+log = logging.getLogger(__name__)
+
+FLIGHT_RECORDER_ENTRIES = "2000"
+
+_generation = 0
+_info: RankInfo | None = None
+_sockets: dict[int, str] = {}  # descriptor -> inode, of every group of this generation
+_sockets_lock = threading.Lock()
+_stores: list[Any] = []  # torch keeps only the C++ half of a store
+
+
+def join(
+    *,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    local_world_size: int,
+    node_rank: int,
+    generation: int,
+    backend: str,
+    store: str,
+    timeout: float,
+    loopback: bool,
+    version: str,
+) -> RankInfo:
+    """Leave the group of the last generation, form this one with all other ranks, and verify it by an all_reduce.
+
+    Parameters
+    ----------
+    store : str
+        Path of the file that the ranks of this host meet in (``torch.distributed.FileStore``).
+    timeout : float
+        Seconds after which a collective gives up.
+    loopback : bool
+        True when all ranks are on this host: gloo then listens on 127.0.0.1 only.
+
+    Raises
+    ------
+    WorldError
+        When the all_reduce does not give the sum that it must.
+    """
+    global _generation, _info
+    leave()
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(local_rank),
+        LOCAL_WORLD_SIZE=str(local_world_size),
+        GROUP_RANK=str(node_rank),
+        ROLE_RANK=str(rank),
+        ROLE_WORLD_SIZE=str(world_size),
+    )
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDER_ENTRIES)
+    # 2: a failed NCCL collective aborts its communicator; torch's default ends the process and with it its state
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+    if loopback and backend == "gloo":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if platform.system() == "Linux" else "lo0")
+    where = device(local_rank, backend)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    _watch_new_groups()
+    file_store = dist.FileStore(store, world_size)
+    prefixed = dist.PrefixStore(f"gen{generation}", file_store)
+    _stores[:] = [file_store, prefixed]
+    dist.init_process_group(
+        backend,
+        store=prefixed,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
+    )
+    _generation = generation
+    probe = torch.full((1,), rank + 1.0, device=where)
+    dist.all_reduce(probe)
+    expected = world_size * (world_size + 1) / 2
+    if probe.item() != expected:
+        raise WorldError(f"all_reduce over {world_size} ranks gave {probe.item()} instead of {expected}")
+    _info = RankInfo(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        host=os.environ.get("NBDIST_HOST") or socket.gethostname(),
+        pid=os.getpid(),
+        device=str(where),
+        backend=backend,
+        generation=generation,
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        nbdist=version,
+        threads=torch.get_num_threads(),
+    )
+    return _info
+
+
+def rank_info() -> RankInfo:
+    """Give this rank's place, host, device and versions.
+
+    Raises
+    ------
+    WorldError
+        Where no world was formed: in the notebook, or in a script that nbdist did not start.
+    """
+    if _info is None:
+        raise WorldError("No world here. Call rank_info() on a rank, in a %%distributed cell.")
+    return _info
+
+
+def device(local_rank: int, backend: str = "") -> torch.device:
+    """Give the device of a rank: its GPU when there is one for it, else the CPU."""
+    if backend != "gloo" or not backend:
+        if torch.cuda.is_available() and local_rank < torch.cuda.device_count():
+            return torch.device("cuda", local_rank)
+    elif torch.cuda.is_available():
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def leave() -> None:
+    """Leave the current group, if there is one. Whoever still holds it (a DDP object) gets an error at once, no wait."""
+    if not dist.is_initialized():
+        return
+    cut()
+    try:
+        dist.destroy_process_group()
+    except RuntimeError as error:
+        log.warning("destroying the process group of generation %d: %s", _generation, error)
+
+
+def cut() -> int:
+    """Shut down the sockets of all groups of this generation; give how many there were. Callable from any thread."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        c10d._abort_process_group()
+        return 1
+    with _sockets_lock:
+        known = dict(_sockets)
+        _sockets.clear()
+    closed = 0
+    for descriptor, inode in known.items():
+        # the descriptor may have been closed and taken by somebody else's file since
+        if _inode(descriptor) != inode:
+            continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                connection.shutdown(socket.SHUT_RDWR)
+                closed += 1
+    return closed
+
+
+def progress() -> dict[str, tuple[int, int]]:
+    """Give each group's counters: (last collective enqueued, last completed), from torch's Flight Recorder."""
+    if not dist.is_initialized():
+        return {}
+    status = pickle.loads(c10d_dump(includeCollectives=False)).get("pg_status", {})
+    return {
+        name: (int(s["last_enqueued_collective"]), int(s["last_completed_collective"])) for name, s in status.items()
+    }
+
+
+def c10d_dump(**options: bool) -> bytes:
+    """Read torch's Flight Recorder (the same memory serves NCCL and gloo)."""
+    dump: Callable[..., bytes] = torch._C._distributed_c10d._dump_fr_trace
+    return dump(**options)
+
+
+@functools.cache
+def _watch_new_groups() -> None:
+    """Remember the sockets of every group that is made from now on, whoever makes it (new_group, DeviceMesh, FSDP)."""
+    make = c10d._new_process_group_helper
+
+    @functools.wraps(make)
+    def make_and_remember(*args: Any, **kwargs: Any) -> Any:
+        with _remember_sockets():
+            return make(*args, **kwargs)
+
+    c10d._new_process_group_helper = make_and_remember
+
+
+@contextlib.contextmanager
+def _remember_sockets() -> Iterator[None]:
+    before = _open_sockets()
+    try:
+        yield
+    finally:
+        added = {d: inode for d, inode in _open_sockets().items() if before.get(d) != inode}
+        with _sockets_lock:
+            _sockets.update(added)
+
+
+def _open_sockets() -> dict[int, str]:
+    """Give the internet sockets of this process: descriptor -> inode. Empty where there is no /proc."""
+    found = {}
+    try:
+        descriptors = os.listdir("/proc/self/fd")
+    except FileNotFoundError:
+        return {}
+    for name in descriptors:
+        inode = _inode(int(name))
+        if inode.startswith("socket:"):
+            found[int(name)] = inode
+    return found
+
+
+def _inode(descriptor: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""

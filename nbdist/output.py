@@ -1,0 +1,353 @@
+"""What ranks print, as one readable text: whole lines under their ranks, equal ones folded, bounded on the page.
+
+Pure bookkeeping: it is told of each message and of the time, and gives back what to show. ``cells`` does the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from nbdist.page import Page
+from nbdist.ranks import spell
+
+__all__ = ["Output"]
+
+HOLD_S = 0.25  # how long a rank's line waits for the other ranks to print the same
+PARTIAL_S = 0.5  # after which an unfinished line is shown as it is
+LIVE_S = 0.2  # between two updates of the progress lines
+HEAD_LINES = 1000
+HEAD_BYTES = 256 * 1024
+TAIL_BYTES = 16 * 1024
+LONG_LINE = 8 * 1024
+LONG_VALUE = 2 * 1024
+MOST_LIVE_LINES = 64
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+@dataclass(slots=True)
+class _Item:
+    """One line, or one display, of one rank."""
+
+    key: str
+    stream: str = "stdout"
+    text: str | None = None
+    bundle: dict[str, Any] | None = None
+    at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What a rank has said that is not shown yet."""
+
+    items: deque[_Item] = field(default_factory=deque)
+    keys: Counter[str] = field(default_factory=Counter)
+    partial: dict[str, str] = field(default_factory=dict)  # stream -> unfinished line
+    partial_at: dict[str, float] = field(default_factory=dict)
+    carriage: set[str] = field(default_factory=set)  # streams whose unfinished line was overwritten
+    emitted: int = 0
+    emitted_bytes: int = 0
+    done: bool = False
+    overflowed: bool = False
+    history: list[str] = field(default_factory=list)  # all text until the overflow
+    clear: bool = False
+    last_display: str | None = None
+    displays: dict[str, str] = field(default_factory=dict)  # the rank's display id -> ours
+    tail: deque[str] = field(default_factory=deque)
+    tail_bytes: int = 0
+    left_out: int = 0
+    file: IO[str] | None = None
+
+
+class Output:
+    """Merges the output of ranks onto a page.
+
+    Parameters
+    ----------
+    page : Page
+        Where it is shown.
+    ranks : sequence of int
+        Who runs the cell.
+    mode : {"fold", "all", "none"}
+    log : Path
+        Folder for the full text, made only when not all of it fits on the page.
+    """
+
+    def __init__(self, page: Page, ranks: Sequence[int], mode: str, log: Path) -> None:
+        self.page = page
+        self.mode = mode
+        self.log = log
+        self.ranks = {rank: _Rank() for rank in ranks}
+        self.most_lines = max(50, HEAD_LINES // max(1, len(ranks)))  # a rank's share of the page
+        self.most_bytes = HEAD_BYTES // max(1, len(ranks))
+        self.live_id: str | None = None
+        self.live: dict[tuple[int, str], str] = {}  # progress lines, by rank and stream; finished ones stay
+        self.live_done: list[tuple[int, str]] = []
+        self.live_at = 0.0
+        self.live_dirty = False
+        self.warned = False
+
+    # -- what comes in -----------------------------------------------------------------------------------------------
+
+    def receive(self, rank: int, message: dict[str, Any], now: float) -> None:
+        """Take one iopub message of a rank."""
+        if self.mode == "none":
+            return
+        kind, content, state = message["msg_type"], message["content"], self.ranks[rank]
+        if kind == "stream":
+            self._text(rank, state, content["name"], content["text"], now)
+        elif kind in ("display_data", "execute_result"):
+            self._finish_partial(rank, state, now)
+            content["data"].pop(WIDGET, None)  # its model lives on the rank: no front end could draw it
+            key = json.dumps(content["data"], sort_keys=True, default=str)
+            state.items.append(_Item(key=key, bundle=content, at=now))
+            state.keys[key] += 1
+        elif kind == "update_display_data":
+            ours = state.displays.get((content.get("transient") or {}).get("display_id", ""))
+            if ours is not None:
+                self.page.update(ours, content["data"], content.get("metadata"))
+        elif kind == "clear_output":
+            state.clear = True
+
+    def rank_done(self, rank: int) -> None:
+        """Nothing more comes from this rank: nobody waits for it."""
+        self.ranks[rank].done = True
+
+    def _text(self, rank: int, state: _Rank, stream: str, text: str, now: float) -> None:
+        if state.overflowed:
+            self._leave_out(state, text)
+            return
+        state.history.append(text)
+        *lines, rest = (state.partial.get(stream, "") + text).split("\n")
+        for line in lines:
+            self._line(rank, state, stream, line, now)
+        if "\r" in rest.rstrip("\r"):
+            state.carriage.add(stream)
+            rest = rest[rest.rstrip("\r").rfind("\r") + 1 :]
+        if rest and rest != state.partial.get(stream):
+            if stream in state.carriage:
+                self._live(rank, stream, rest)
+            state.partial_at.setdefault(stream, now)
+        state.partial[stream] = rest
+        if len(state.items) > 2 * HEAD_LINES:
+            self.flush(now, hold=0.0)  # the page overflows: no use in waiting for the others
+
+    def _line(self, rank: int, state: _Rank, stream: str, line: str, now: float) -> None:
+        overwritten = "\r" in line.rstrip("\r") or stream in state.carriage
+        line = line.rstrip("\r").rsplit("\r", 1)[-1]
+        if (rank, stream) in self.live or overwritten:
+            self.live.pop((rank, stream), None)
+            self.live_done.append((rank, line))
+            del self.live_done[:-MOST_LIVE_LINES]
+            self.live_dirty = True
+        else:
+            key = f"{stream}\n{line}"
+            state.items.append(_Item(key=key, stream=stream, text=line, at=now))
+            state.keys[key] += 1
+        state.partial.pop(stream, None)
+        state.partial_at.pop(stream, None)
+        state.carriage.discard(stream)
+
+    def _live(self, rank: int, stream: str, text: str) -> None:
+        self.live[rank, stream] = text
+        self.live_dirty = True
+
+    def _finish_partial(self, rank: int, state: _Rank, now: float) -> None:
+        for stream, text in list(state.partial.items()):
+            if text:
+                self._line(rank, state, stream, text, now)
+
+    # -- what goes out -----------------------------------------------------------------------------------------------
+
+    def flush(self, now: float, final: bool = False, hold: float = HOLD_S) -> None:
+        """Show what is ready: folded lines, and lines that have waited longer than ``hold`` seconds."""
+        if final:
+            for rank, state in self.ranks.items():
+                self._finish_partial(rank, state, now)
+        for rank, state in self.ranks.items():
+            for stream, since in state.partial_at.items():
+                if now - since > PARTIAL_S and (rank, stream) not in self.live and state.partial.get(stream):
+                    self._live(rank, stream, state.partial[stream])
+        chunk: list[str] = []
+        stream = "stdout"
+        for ranks, item in self._ready(now, 0.0 if final else hold):
+            if item.text is None:
+                self._emit(chunk, stream)
+                self._show(ranks, item)
+                continue
+            if item.stream != stream:
+                self._emit(chunk, stream)
+                stream = item.stream
+            chunk.append(_labelled(ranks, item.text, LONG_LINE))
+            full = self._full(ranks, len(chunk[-1]))
+            if full:
+                self._emit(chunk, stream)
+                self._overflow(full)
+        self._emit(chunk, stream)
+        self._show_live(now, final)
+        if final:
+            self._show_tail()
+
+    def _ready(self, now: float, hold: float) -> Iterator[tuple[tuple[int, ...], _Item]]:
+        """Give what can be shown, with the ranks that said it at the same place."""
+        while True:
+            heads = {rank: state.items[0] for rank, state in self.ranks.items() if state.items}
+            if not heads:
+                return
+            silent = [s for rank, s in self.ranks.items() if rank not in heads and not s.done and not s.overflowed]
+            oldest = min(item.at for item in heads.values())
+            if self.mode == "fold" and silent and now - oldest < hold:
+                return
+            rank, ranks = self._choose(heads)
+            item = heads[rank]
+            for r in ranks:
+                state = self.ranks[r]
+                state.items.popleft()
+                state.emitted += 1
+                state.keys[item.key] -= 1
+                if not state.keys[item.key]:
+                    del state.keys[item.key]
+            yield ranks, item
+
+    def _choose(self, heads: dict[int, _Item]) -> tuple[int, tuple[int, ...]]:
+        """Choose the line to show next: one that no other rank has further back, so that it can still be folded there."""
+        if self.mode == "all":
+            rank = min(heads, key=lambda r: (heads[r].at, r))
+            return rank, (rank,)
+        groups: dict[str, list[int]] = {}
+        for rank, item in heads.items():
+            groups.setdefault(item.key, []).append(rank)
+        # of the lines that nobody else has further back, the one of the rank that is least far: the others' may come yet
+        alone = [
+            ranks
+            for key, ranks in groups.items()
+            if not any(key in self.ranks[r].keys for r in heads if r not in ranks)
+        ]
+        chosen = min(alone or groups.values(), key=lambda ranks: (self.ranks[ranks[0]].emitted, ranks[0]))
+        return chosen[0], tuple(chosen)
+
+    def _emit(self, chunk: list[str], stream: str) -> None:
+        if chunk:
+            self.page.write("".join(chunk), stream)
+            chunk.clear()
+
+    def _full(self, ranks: Sequence[int], size: int) -> list[int]:
+        """Count what was shown; give the ranks whose share of the page is used up."""
+        full = []
+        for rank in ranks:
+            state = self.ranks[rank]
+            state.emitted_bytes += size
+            if state.emitted >= self.most_lines or state.emitted_bytes >= self.most_bytes:
+                full.append(rank)
+        return full
+
+    def _show(self, ranks: tuple[int, ...], item: _Item) -> None:
+        assert item.bundle is not None
+        data, metadata = item.bundle["data"], item.bundle.get("metadata", {})
+        theirs = (item.bundle.get("transient") or {}).get("display_id")
+        if set(data) <= {"text/plain"} and not theirs:
+            most = LONG_LINE if len(ranks) == len(self.ranks) else LONG_VALUE
+            text = _labelled(ranks, data.get("text/plain", ""), most)
+            self.page.write(text)
+            self._overflow(self._full(ranks, len(text)))
+            return
+        first = self.ranks[ranks[0]]
+        if first.clear and first.last_display is not None and self.page.is_rich:
+            ours = first.last_display
+            self.page.update(ours, data, metadata)
+        else:
+            self.page.write(f"[{spell(ranks)}]\n")
+            ours = self.page.display(data, metadata)
+        for rank in ranks:
+            state = self.ranks[rank]
+            state.clear = False
+            state.last_display = ours
+            if theirs:
+                state.displays[theirs] = ours
+
+    def _show_live(self, now: float, final: bool) -> None:
+        if not self.live_dirty or (not final and now - self.live_at < LIVE_S):
+            return
+        if not self.page.is_rich and not final:
+            return
+        lines = [f"[{rank}] {text}" for rank, text in self.live_done]
+        lines += [f"[{rank}] {text}" for (rank, _), text in sorted(self.live.items())]
+        data = {"text/plain": "\n".join(line[:LONG_LINE] for line in lines)}
+        if self.live_id is None:
+            self.live_id = self.page.display(data, {})
+        else:
+            self.page.update(self.live_id, data)
+        self.live_at, self.live_dirty = now, False
+
+    # -- more than the page takes ------------------------------------------------------------------------------------
+
+    def _overflow(self, ranks: Sequence[int]) -> None:
+        """From here on the lines of these ranks go to files; the last ones are shown at the end."""
+        for rank in ranks:
+            state = self.ranks[rank]
+            if not any(s.overflowed for s in self.ranks.values()):
+                self.page.write(f"… more output than the page takes; all of it is written to {self.log}\n", "stderr")
+            state.overflowed = True
+            try:
+                self.log.mkdir(parents=True, exist_ok=True, mode=0o700)
+                state.file = open(self.log / f"rank-{rank}.txt", "w", encoding="utf-8", errors="replace")  # noqa: SIM115
+                state.file.writelines(state.history)
+            except OSError as error:
+                self._warn(error)
+            pending = "".join(f"{item.text}\n" for item in state.items if item.text is not None)
+            state.history.clear()
+            state.items.clear()
+            state.keys.clear()
+            self._leave_out(state, pending, log=False)
+
+    def _leave_out(self, state: _Rank, text: str, log: bool = True) -> None:
+        state.left_out += text.count("\n")
+        state.tail.append(text)
+        state.tail_bytes += len(text)
+        while len(state.tail) > 1 and state.tail_bytes - len(state.tail[0]) > TAIL_BYTES:
+            state.tail_bytes -= len(state.tail.popleft())
+        if log and state.file is not None:
+            try:
+                state.file.write(text)
+            except OSError as error:  # a full disk costs the log, not the cell
+                state.file = None
+                self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self.warned:
+            self.warned = True
+            self.page.write(f"nbdist: the full output cannot be written to {self.log}: {error.strerror}\n", "stderr")
+
+    def _show_tail(self) -> None:
+        overflowed = {rank: state for rank, state in self.ranks.items() if state.overflowed}
+        if not overflowed:
+            return
+        left_out = 0
+        tails = []
+        for rank, state in overflowed.items():
+            text = "".join(state.tail)[-TAIL_BYTES:]
+            lines = text.splitlines()
+            if len(text) == TAIL_BYTES and len(lines) > 1:
+                lines = lines[1:]  # the first one is cut
+            left_out += max(0, state.left_out - len(lines))
+            tails += [_labelled((rank,), line, LONG_LINE) for line in lines]
+            if state.file is not None:
+                try:
+                    state.file.close()
+                except OSError as error:
+                    self._warn(error)
+            state.tail.clear()
+        self.page.write(f"… {left_out:,} lines left out; full text in {self.log}\n", "stderr")
+        self.page.write("".join(tails))
+
+
+def _labelled(ranks: Sequence[int], text: str, most: int) -> str:
+    """Put the ranks before each line, and cut what is too long for a page."""
+    if len(text) > most:
+        text = f"{text[: most - 200]} … ({len(text):,} characters) … {text[-100:]}"
+    label = f"[{spell(ranks)}] "
+    return "".join(f"{label}{line}\n" for line in text.split("\n"))

@@ -1,0 +1,148 @@
+"""Bring ranks back to the prompt: signal, wait until their groups are quiet, cut, and never lose a reply.
+
+A socket that is shut while gloo is sending on it loses the rank (see ``nbdist.engine.process_group``). So ranks that
+can stop by themselves are stopped first, and the others are cut only when none of their collectives has moved for a
+while.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from nbdist.ranks import named
+
+if TYPE_CHECKING:
+    from nbdist.cells import Cell
+
+__all__ = ["Release"]
+
+POLL_S = 0.02
+QUIET_S = 0.06
+QUIET_TOGETHER_S = 2.0  # when all ranks are in the same collective, which may just be large or slow
+BOUNDARY_S = 5.0  # for a training loop to come to the step that the ranks have agreed on
+STUBBORN_S = 2.0  # after which the notebook says who does not come
+
+
+class Release:
+    """One attempt to end a cell on the ranks that still run it, in a thread of its own.
+
+    ``gentle``: ask training loops to end at a step boundary, the same on every rank, before anything is interrupted.
+    """
+
+    def __init__(self, cell: Cell, reason: str, *, gentle: bool) -> None:
+        self.cell = cell
+        self.reason = reason
+        self.gentle = gentle
+        self.cut = False
+        self.active = True
+        self.insisted = 0
+        self._states: dict[int, Any] = {}
+        self._insist = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="nbdist-release", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def insist(self) -> None:
+        """Somebody pressed Stop again."""
+        self.insisted += 1
+        self._insist.set()
+
+    def places(self) -> str:
+        """Say where the ranks were when they were asked to come out."""
+        texts: dict[str, list[int]] = {}
+        for engine, rank in self.cell.engines.items():
+            state = self._states.get(engine) or {}
+            text = f"at {state['line']} in {state['called']}" if state.get("line") else "finished or not answering"
+            texts.setdefault(text, []).append(rank)
+        return "; ".join(f"{named(ranks)} {text}" for text, ranks in texts.items())
+
+    def _run(self) -> None:
+        try:
+            client = self.cell.cluster.client
+            self._states = client.ask(self.cell.remaining, "status", timeout=0.3) if not self.gentle else {}
+            if self.gentle and self._stop_at_boundary():
+                return
+            self._interrupt()
+        finally:
+            self.active = False
+            self.cell.wake()
+
+    def _ask(self, op: str, timeout: float = 0.5, **content: Any) -> dict[int, Any]:
+        return self.cell.cluster.client.ask(self.cell.remaining, op, timeout, **content)
+
+    def _stop_at_boundary(self) -> bool:
+        """Agree on a step at which every training loop ends; False when there are none, or they do not come there."""
+        asked = self._ask("stop_request", timeout=1.0)
+        holding = {engine: reply for engine, reply in asked.items() if reply and reply["active"]}
+        if not holding:
+            return False
+        if len(holding) < len(asked):
+            # some are in a loop and some are not: nothing to agree on, so let nobody wait for the word
+            self._ask("stop_at", step=2**62)
+            return False
+        step = max(reply["step"] for reply in holding.values())
+        self._ask("stop_at", step=step)
+        deadline = time.monotonic() + BOUNDARY_S
+        while self.cell.remaining and time.monotonic() < deadline and not self._insist.is_set():
+            time.sleep(POLL_S)
+        if not self.cell.remaining:
+            self.cell.stopped_at = step
+            return True
+        return False
+
+    def _interrupt(self) -> None:
+        self._insist.clear()
+        self._ask("interrupt")
+        last: Any = None
+        since = began = time.monotonic()
+        told = False
+        while self.cell.remaining:
+            if self._insist.is_set():
+                self._insist.clear()
+                self._ask("interrupt")
+                if self.insisted >= 2:
+                    self._kill()
+                    return
+            replies = self._ask("progress")
+            now = time.monotonic()
+            state = {engine: reply["progress"] if reply else None for engine, reply in replies.items()}
+            if state != last:
+                last, since = state, now
+            elif self._blocked(state) and now - since > (QUIET_TOGETHER_S if self._together(state) else QUIET_S):
+                self._cut()
+                last = None
+            if not told and now - began > STUBBORN_S and self.cell.remaining and not self._blocked(state):
+                told = True
+                self.cell.page.write(
+                    f"{named(self.cell.remaining.values())} still running; interrupt again to force\n", "stderr"
+                )
+            time.sleep(POLL_S)
+
+    def _blocked(self, state: dict[int, Any]) -> bool:
+        """Whether a rank is inside a collective that is not complete."""
+        return any(
+            enqueued != completed for progress in state.values() for enqueued, completed in (progress or {}).values()
+        )
+
+    def _together(self, state: dict[int, Any]) -> bool:
+        """Whether every rank of the world is in the same collective."""
+        world = self.cell.cluster.world
+        return len(state) == world.size and len({str(progress) for progress in state.values()}) == 1
+
+    def _cut(self) -> None:
+        cluster = self.cell.cluster
+        self.cut = cluster.world.broken = True
+        cluster.client.ask(cluster.world.engines, "cut", timeout=1.0)
+
+    def _kill(self) -> None:
+        """End the ranks that do not come: their state is lost, the others' is not."""
+        cluster = self.cell.cluster
+        self.cell.page.write(
+            f"{named(self.cell.remaining.values())} did not come back and will be replaced\n", "stderr"
+        )
+        self._cut()
+        for engine in self.cell.remaining:
+            cluster.kill(engine)

@@ -1,0 +1,108 @@
+"""What each rank does now, asked on the control channel so that busy ranks answer too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nbdist.cluster import Cluster
+
+__all__ = ["RankStatus", "Status", "ask", "chips"]
+
+ANSWER_S = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatus:
+    """One row of ``%cluster status``."""
+
+    rank: int
+    host: str
+    device: str
+    pid: int
+    state: str
+    memory: int | None
+    threads: int
+
+
+class Status(tuple[RankStatus, ...]):
+    """The table of ``%cluster status``."""
+
+    def __str__(self) -> str:
+        rows = [("rank", "host", "device", "pid", "memory", "threads", "state"), *map(_cells, self)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in ("rank", "host", "device", "pid", "memory", "threads", "state"))
+        body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in _cells(row)) + "</tr>" for row in self)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def ask(cluster: Cluster) -> Status:
+    """Ask every rank; one that does not answer in time is shown with what is known of it."""
+    from nbdist.cluster import describe_end
+
+    world = cluster.world
+    replies = cluster.client.ask(world.engines, "status", timeout=ANSWER_S)
+    rows = []
+    for engine, info in zip(world.engines, world.ranks, strict=True):
+        reply = replies.get(engine)
+        if engine in cluster.deaths:
+            state = f"dead: {describe_end(cluster.deaths[engine])}"
+        elif reply is None:
+            state = f"no answer in {ANSWER_S:g} s: in a long native call, or stopped"
+        else:
+            state = describe(reply)
+        memory = reply["memory"] if reply else None
+        rows.append(
+            RankStatus(
+                rank=info.rank,
+                host=info.host,
+                device=info.device,
+                pid=info.pid,
+                state=state,
+                memory=memory,
+                threads=info.threads,
+            )
+        )
+    return Status(rows)
+
+
+def describe(reply: dict[str, Any]) -> str:
+    """Put a rank's own report into words: ``running In[7], line 4, in all_reduce for 12 s``."""
+    if not reply["running"]:
+        return "idle"
+    place = reply["line"].removeprefix("Cell ") or reply["label"]
+    waiting = any(enqueued != completed for enqueued, completed in reply["progress"].values())
+    called = reply["called"]
+    inside = f", in {called}" if called and called != "<module>" else ""
+    collective = ", waiting in a collective" if waiting and not inside else ""
+    return f"running {place}{inside}{collective} for {reply['seconds']:.0f} s"
+
+
+def chips(cluster: Cluster) -> Sequence[tuple[int, str, str]]:
+    """Rank, state, detail: from what the notebook knows without asking anybody."""
+    world = cluster._world
+    if world is None:
+        return [(rank, "unknown", "not running") for rank in range(cluster.n)]
+    cell = cluster.cell
+    rows = []
+    for rank, engine in enumerate(world.engines):
+        if engine in cluster.deaths:
+            rows.append((rank, "dead", "dead"))
+        elif cell is not None and rank in cell.ranks and rank not in cell.replies:
+            rows.append((rank, "running", f"In[{cell.label}]"))
+        else:
+            rows.append((rank, "idle", "idle"))
+    return rows
+
+
+def _cells(row: RankStatus) -> tuple[str, ...]:
+    memory = f"{row.memory / 2**20:,.0f} MiB" if row.memory is not None else "?"
+    return str(row.rank), row.host, row.device, str(row.pid), memory, str(row.threads), row.state
