@@ -53,7 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_demo(output: Path) -> int:
     """Execute the quickstart; leave it as ``.ipynb`` and ``.html`` in ``output`` and print what it says of itself."""
     import nbformat  # type: ignore[import-untyped,unused-ignore]
-    from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
 
     source = notebooks_folder() / NOTEBOOK
@@ -71,18 +70,13 @@ def run_demo(output: Path) -> int:
         print(f"  [{done}/{cells}] {first if not first.startswith('%%') else cell.source.splitlines()[1]}", flush=True)
 
     print(f"Running {NOTEBOOK} on local ranks ...", flush=True)
-    client = NotebookClient(
-        notebook,
-        timeout=300,
-        km=kernel_of_this_interpreter(),
-        resources={"metadata": {"path": str(output)}},
-        on_cell_execute=progress,
-        store_widget_state=False,
-    )
+    client = notebook_client(notebook, output, timeout=300, on_cell_execute=progress)
     began = time.perf_counter()
     failure: CellExecutionError | None = None
     try:
-        client.execute()
+        # what a kernel has to say besides its cells would go to the terminal of a server
+        with open(output / "kernel.log", "wb") as log:
+            client.execute(stderr=log)
     except CellExecutionError as error:
         failure = error
     took = time.perf_counter() - began
@@ -99,12 +93,15 @@ def run_demo(output: Path) -> int:
     return 0
 
 
-def kernel_of_this_interpreter() -> Any:
-    """Give a manager for a kernel of the Python that runs this, whatever kernel the user has installed as python3."""
-    from jupyter_client.kernelspec import KernelSpecManager
-    from jupyter_client.manager import AsyncKernelManager
+def notebook_client(notebook: Any, folder: Path, **options: Any) -> Any:
+    """Give nbclient's client, set to execute in ``folder`` with the Python that runs this."""
+    from nbclient import NotebookClient
+    from traitlets.config import Config
 
-    return AsyncKernelManager(kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
+    # Without kernel folders there is one kernel, that of this interpreter: not what somebody installed as python3.
+    own_kernel = Config({"KernelSpecManager": {"kernel_dirs": []}})
+    resources = {"metadata": {"path": str(folder)}}
+    return NotebookClient(notebook, config=own_kernel, resources=resources, store_widget_state=False, **options)
 
 
 def texts_of(notebook: Any, *, tag: str) -> Iterator[str]:

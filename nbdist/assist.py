@@ -31,7 +31,12 @@ def _match(text: str, column: int, line: int) -> dict[str, Any]:
     nothing: dict[str, Any] = {"completions": [], "suppress": False}
     cluster = active()
     first = text.lstrip().splitlines()[:1]
-    if cluster is None or not cluster.running or not first or not first[0].startswith(("%%distributed", "%distributed")):
+    if (
+        cluster is None
+        or not cluster.running
+        or not first
+        or not first[0].startswith(("%%distributed", "%distributed"))
+    ):
         return nothing
     lines = text.splitlines(keepends=True)
     cursor = sum(len(each) for each in lines[:line]) + column

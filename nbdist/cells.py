@@ -7,21 +7,22 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nbdist.errors import ClusterError, CollectiveTimeout, DistributedError, NbdistError
+from nbdist.errors import ClusterError, CollectiveMismatch, CollectiveTimeout, DistributedError, NbdistError
 from nbdist.output import Output
 from nbdist.page import Page
 from nbdist.ranks import named
-from nbdist.records import RankError, from_wire
+from nbdist.records import HangReport, RankError, from_wire
 from nbdist.release import Release
 from nbdist.report import one_line
+from nbdist.watch import Watch
 
 if TYPE_CHECKING:
     from nbdist.cluster import Cluster
 
-__all__ = ["Cell", "CellSyntaxError", "check_syntax", "run", "train"]
+__all__ = ["Cell", "CellSyntaxError", "adopt", "check_syntax", "run", "train"]
 
 TICK_S = 0.05
 OUTPUT_GRACE_S = 2.0  # between a rank's reply and the last of its output, which takes another way
@@ -80,7 +81,7 @@ class Cell:
         self.errors: dict[int, RankError] = {}
         self.stopped_at: int | None = None
         self.interrupted = False
-        self.is_training = False
+        self.is_adopted = False
         self.error: BaseException | None = None
         self.finished = threading.Event()
         self.page = Page()
@@ -88,7 +89,9 @@ class Cell:
         self._events: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self._idle: set[int] = set()
         self._replied_at: dict[int, float] = {}
-        self._release: Release | None = None
+        self.release: Release | None = None
+        self._watch = Watch(self)
+        self._given_up: HangReport | None = None
         self._shown_first = False
 
     def __repr__(self) -> str:
@@ -106,6 +109,14 @@ class Cell:
         """Take one iopub message of a rank."""
         self._events.put(("message", rank, message))
 
+    def receive_from(self, message: dict[str, Any]) -> None:
+        """Take an iopub message of an adopted cell: only the engine's own name says which rank it is from."""
+        client = self.cluster.client
+        sender = (message.get("metadata") or {}).get("engine")
+        for engine, rank in self.engines.items():
+            if client._engines.get(engine) == sender:
+                self.receive(rank, message)
+
     def wake(self) -> None:
         """Look at the world again: an engine or the controller has ended."""
         self._events.put(("wake", -1, None))
@@ -113,6 +124,14 @@ class Cell:
     def request_stop(self) -> None:
         """Ask for the same as the kernel's interrupt does; returns at once."""
         self._events.put(("stop", -1, None))
+
+    def notice(self, report: HangReport) -> None:
+        """Tell about ranks that wait; they may still be right to."""
+        self._events.put(("notice", -1, report))
+
+    def give_up(self, report: HangReport) -> None:
+        """End the cell, since the ranks wait for what cannot come."""
+        self._events.put(("give up", -1, report))
 
     # -- the life of a cell ------------------------------------------------------------------------------------------
 
@@ -137,6 +156,7 @@ class Cell:
     def pump(self) -> None:
         """Show output and mind failures until the cell has ended on every rank; raise what went wrong."""
         try:
+            self._watch.start()
             while not self._complete():
                 try:
                     self._step()
@@ -164,7 +184,7 @@ class Cell:
         self._take(TICK_S)
         now = time.monotonic()
         self.output.flush(now)
-        if self.timeout is not None and now - self.began > self.timeout and self._release is None:
+        if self.timeout is not None and now - self.began > self.timeout and self.release is None:
             self._bring_out(f"timeout of {self.timeout:g} s", gentle=False)
 
     def _take(self, wait: float) -> None:
@@ -188,6 +208,11 @@ class Cell:
                 self._on_reply(rank, payload)
             elif kind == "stop":
                 self._on_stop()
+            elif kind == "notice":
+                self.page.write("".join(f"nbdist: {line}\n" for line in payload.lines), "stderr")
+            elif kind == "give up":
+                self._given_up = payload
+                self._bring_out("the ranks wait in vain", gentle=False, hopeless=True)
             else:
                 self._look_at_dead()
             try:
@@ -198,7 +223,7 @@ class Cell:
     def _complete(self) -> bool:
         if self.remaining:
             return False
-        if self._release is not None and self._release.active:
+        if self.release is not None and self.release.active:
             return False
         late = [rank for rank in self.ranks if rank not in self._idle and rank not in self.errors]
         now = time.monotonic()
@@ -232,20 +257,18 @@ class Cell:
 
         engine = self.cluster.world.engines[rank]
         death = self._death(engine)
-        if death is None:
-            text, stderr = f"{type(result).__name__}: {result}", ""
-        else:
-            text, stderr = f"rank {rank} {describe_end(death)}", death.get("stderr", "")
         host = self.cluster.world.ranks[rank].host
+        if death is None:
+            text, stderr = f"{type(result).__name__}: {result} (host {host})", ""
+        else:
+            text, stderr = f"rank {rank} {describe_end(death, host)}", death.get("stderr", "")
         self.cluster.world.broken = True
         return RankError(
             rank=rank,
             ename="RankDied",
-            evalue=f"{text} on host {host}",
+            evalue=text,
             time=0.0,  # whatever the others say came of this
-            traceback=tuple(
-                [f"\x1b[31mRankDied\x1b[0m: {text} on host {host}", *(f"  stderr: {x}" for x in _last_lines(stderr, 8))]
-            ),
+            traceback=tuple([f"\x1b[31mRankDied\x1b[0m: {text}", *(f"  stderr: {x}" for x in _last_lines(stderr, 8))]),
             hint="%cluster repair puts an empty rank in its place; the others keep their state.",
         )
 
@@ -258,40 +281,61 @@ class Cell:
             return self.cluster.deaths.get(engine)
 
     def _look_at_dead(self) -> None:
-        if self.cluster._controller_end is not None:
-            raise ClusterError(
-                "The controller of the cluster ended, and no rank can be reached. Start anew with %cluster stop, "
-                "then %cluster start."
-            )
+        lost = self.cluster.defunct
+        if lost:
+            raise ClusterError(lost)
+        if self.is_adopted:
+            self._look_at_adopted()
+
+    def _look_at_adopted(self) -> None:
+        """Ask who still runs: the replies of an adopted cell go to the notebook that sent it."""
+        for engine, reply in self.cluster.client.ask(self.remaining, "progress", timeout=0.5).items():
+            rank = self.engines[engine]
+            if engine in self.cluster.deaths:
+                self.replies[rank] = {"error": None, "progress": {}}
+                self.errors[rank] = self._lost(rank, None)
+            elif reply is not None and not reply["running"]:
+                self.replies[rank] = {"error": None, "progress": reply["progress"]}
+            else:
+                continue
+            self._replied_at[rank] = time.monotonic()
+            self.output.rank_done(rank)
 
     def _on_stop(self) -> None:
         """A first Stop is gentle; a second one insists, and a third one ends the ranks that do not come."""
         self.interrupted = True
-        if self._release is None:
+        if self.release is None:
             self._bring_out("stopped", gentle=True)
         else:
-            self._release.insist()
+            self.release.insist()
 
-    def _bring_out(self, reason: str, *, gentle: bool) -> None:
-        if self._release is None:
-            self._release = Release(self, reason, gentle=gentle)
-            self._release.start()
+    def _bring_out(self, reason: str, *, gentle: bool, hopeless: bool = False) -> None:
+        if self.release is None:
+            self.release = Release(self, reason, gentle=gentle, hopeless=hopeless)
+            self.release.start()
 
     def _conclude(self) -> None:
         """Form the group anew where it was broken, and raise what the cell ended with."""
         cluster = self.cluster
-        release = self._release
+        cluster.cell = None  # all ranks are at the prompt
+        release = self.release
         broken = (release is not None and release.cut) or self._out_of_step()
         dead = [engine for engine in cluster.world.engines if engine in cluster.deaths]
         if broken:
             cluster.world.broken = True
         if cluster.world.broken and not dead:
             cluster.world.form()
-        real = [e for e in self.errors.values() if e.released is None]
+        killed = release.killed if release is not None else set()
+        if dead and (cluster.repair_mode == "auto" or killed):
+            self.page.write(cluster.repair() + "\n", "stderr")
+        real = [e for e in self.errors.values() if e.released is None and e.rank not in killed]
+        if self._given_up is not None and not real:
+            kind = CollectiveMismatch if self._given_up.kind == "mismatch" else CollectiveTimeout
+            raise kind("\n".join(self._given_up.lines))
         if release is not None and release.reason.startswith("timeout") and not real:
-            raise CollectiveTimeout(
-                f"The cell ran into its {release.reason}: {release.places()}. The ranks are back at the prompt."
-            )
+            report = self._watch.report
+            why = "\n".join(report.lines) if report is not None else release.places()
+            raise CollectiveTimeout(f"The cell ran into its {release.reason}: {why}. The ranks are back at the prompt.")
         if self.interrupted and not real:
             raise Stopped(self._stops())
         if self.errors:
@@ -301,8 +345,10 @@ class Cell:
         if self.stopped_at is not None:
             return [f"stopped after step {self.stopped_at} on {named(self.ranks)}"]
         places: dict[str, list[int]] = {}
+        killed = self.release.killed if self.release is not None else set()
         for rank, error in sorted(self.errors.items()):
-            places.setdefault(one_line(error), []).append(rank)
+            text = "did not come back and was replaced by an empty one" if rank in killed else one_line(error)
+            places.setdefault(text, []).append(rank)
         done = [rank for rank in self.ranks if rank not in self.errors]
         if done:
             places.setdefault("had finished the cell", []).extend(done)
@@ -327,7 +373,6 @@ def run(
     timeout: float | None = None,
     output: str = "fold",
     detach: bool = False,
-    training: bool = False,
 ) -> Cell:
     """Run ``source`` on ranks; see ``Cluster.run``."""
     world = cluster.world
@@ -343,7 +388,6 @@ def run(
     label = current_label()
     check_syntax(source, f"In[{label}]")
     cell = Cell(cluster, source, ranks, label=label, output=output, timeout=timeout)
-    cell.is_training = training
     cluster.cell = cell
     if detach:
         threading.Thread(target=_pump_detached, args=(cell,), name=f"nbdist-cell-{label}", daemon=True).start()
@@ -365,7 +409,17 @@ def train(
     if not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(f"{name!r} is not the name of a Trainer.")
     call = f"{name}.train({steps})" if steps is not None else f"{name}.train(epochs={epochs})"
-    return run(cluster, f"{call};", tuple(range(cluster.world_size)), detach=detach, training=True)
+    return run(cluster, f"{call};", tuple(range(cluster.world_size)), detach=detach)
+
+
+def adopt(cluster: Cluster, busy: Mapping[int, str]) -> Cell:
+    """Take over a cell that ranks of a kept cluster are running: show its output, and let Stop end it."""
+    label = int(next(iter(busy.values())).removeprefix("In[").removesuffix("]"))
+    cell = Cell(cluster, "", tuple(busy), label=label, output="fold", timeout=None)
+    cell.is_adopted = True
+    cluster.cell = cell
+    threading.Thread(target=_pump_detached, args=(cell,), name=f"nbdist-cell-{label}", daemon=True).start()
+    return cell
 
 
 def current_label() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import os
@@ -13,7 +12,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +23,8 @@ if TYPE_CHECKING:
 
     from nbdist.cells import Cell
     from nbdist.client import RankClient
+    from nbdist.page import Page
+    from nbdist.processes import Processes
     from nbdist.status import Status
     from nbdist.telemetry import Telemetry
     from nbdist.world import World
@@ -45,6 +45,8 @@ def require() -> Cluster:
     """Give the running cluster of this notebook, or say how to start one."""
     if _active is None:
         raise ClusterError("No cluster. Start one with %cluster start -n 2.")
+    if _active.defunct:
+        raise ClusterError(_active.defunct)
     return _active
 
 
@@ -96,7 +98,7 @@ class Cluster:
             raise ValueError(f"repair {repair!r}: choose auto or ask.")
         gpus = visible_gpus()
         self.n = (gpus or 2) if n is None else n
-        _check_size(self.n, gpus, backend, oversubscribe)
+        check_size(self.n, gpus, backend, oversubscribe)
         self.backend = backend if backend != "auto" else ("nccl" if 0 < self.n <= gpus else "gloo")
         self.profile = profile
         self.timeout = timeout
@@ -104,10 +106,11 @@ class Cluster:
         self.keep = keep
         self.name = name
         self.repair_mode = repair
+        self.oversubscribe = oversubscribe
         self.deaths: dict[int, dict[str, Any]] = {}  # engine id -> what the agent reported
         self.cell: Cell | None = None  # the cell that runs now
         self.seconds_to_ready = 0.0
-        self._ipp: Any = None
+        self._processes: Processes | None = None
         self._client: RankClient | None = None
         self._world: World | None = None
         self._telemetry: Telemetry | None = None
@@ -115,7 +118,10 @@ class Cluster:
         self._engine_pids: dict[int, int] = {}
         self._changed = threading.Condition()
         self._controller_end: Any = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._agent_end: Any = None
+        self._retired: set[int] = set()  # engines that were ended on purpose
+        self._stopping = False
+        self._page: Page | None = None  # of the cell that started the cluster: where a death between cells is told
         self.run_dir: Path | None = None
 
     # -- start and stop ----------------------------------------------------------------------------------------------
@@ -136,6 +142,8 @@ class Cluster:
         global _active
         if self.running:
             return self
+        if _active is not None and _active is not self and _active.defunct:
+            _active.stop()
         if _active is not None and _active is not self:
             raise ClusterError(
                 f"A cluster of {_active.n} ranks is running already. Replace it with %cluster stop, then %cluster start."
@@ -149,79 +157,129 @@ class Cluster:
             self.stop()
             raise
         self.seconds_to_ready = time.monotonic() - began
-        atexit.register(self.stop)
+        atexit.register(self._at_exit)
         return self
 
     def _start(self, tell: Callable[[str], None], deadline: float) -> None:
-        from nbdist.client import RankClient
-        from nbdist.telemetry import Telemetry
-        from nbdist.world import World
+        from nbdist.page import Page
+        from nbdist.processes import Launched
 
+        self._page = Page()
+        self._page.closed = True
         tell("starting the controller")
         self.run_dir = Path(tempfile.mkdtemp(prefix="nbdist-"))
         (self.run_dir / "log").mkdir()
-        self._launch()
-        info = self._wait(self._ipp.controller.get_connection_info(timeout=deadline - time.monotonic()), deadline)
+        processes = self._processes = Launched(
+            self.run_dir,
+            profile=self.profile,
+            n=self.n,
+            keep=self.keep,
+            timeout=self.timeout,
+            on_agent=self._on_agent,
+            on_agent_end=self._on_agent_end,
+            on_controller_end=self._on_controller_end,
+        )
+        self._connect(processes, deadline)
         tell(f"engines: 0 of {self.n}")
-        self._telemetry = Telemetry(self.n, log_dir=self.log_dir("runs"))
-        client = self._client = RankClient(info["client"], timeout=max(1.0, deadline - time.monotonic()))
-        client.route = self._route
-        client._registration_callbacks.append(self._on_registration)
         self._wait_for_engines(tell, deadline)
         tell(f"forming the group of {self.n} ranks")
-        self._world = World(client, self.run_dir, backend=self.backend, timeout=self.collective_timeout)
+        self._world = self._new_world()
         self._world.form(wait=max(1.0, deadline - time.monotonic()))
+        if self.keep:
+            self._write_down(processes.controller)
         tell("ready")
 
-    def _launch(self) -> None:
-        """Let ipyparallel start controller and agent, on an event loop of its own."""
-        import logging
+    def _connect(self, processes: Processes, deadline: float) -> None:
+        from nbdist.client import RankClient
+        from nbdist.telemetry import Telemetry
 
-        import ipyparallel as ipp
+        info = processes.connection_info(deadline)
+        self._telemetry = Telemetry(self.n, log_dir=self.log_dir("runs"))
+        client = self._client = RankClient(info, timeout=max(1.0, deadline - time.monotonic()))
+        client.route = self._route
+        client._registration_callbacks.append(self._on_registration)
 
-        from nbdist.profiles import locate
+    def _new_world(self) -> World:
+        from nbdist.world import World
 
         assert self.run_dir is not None
-        shutil.copytree(locate(self.profile), self.run_dir, dirs_exist_ok=True)
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="nbdist-launch", daemon=True).start()
+        return World(self.client, self.run_dir, backend=self.backend, timeout=self.collective_timeout)
 
-        log = logging.getLogger("nbdist.ipyparallel")
-        log.addHandler(logging.NullHandler())
-        log.propagate = False
+    def _write_down(self, controller: Any) -> None:
+        from nbdist import kept
 
-        async def launch() -> None:
-            environment = {"NBDIST_RUN_DIR": str(self.run_dir), "IPYTHONDIR": str(self.run_dir / "ipython")}
-            if self.keep:
-                environment["NBDIST_KEEP"] = "1"
-            cluster = self._ipp = ipp.Cluster(
-                n=self.n,
-                profile_dir=str(self.run_dir),
-                cluster_file="",
-                shutdown_atexit=False,
-                parent=None,
-                log=log,
-            )
-            await cluster.start_controller(environment=environment)
-            cluster.controller.on_stop(self._on_controller_end)
-            await cluster.start_engines(
-                self.n, environment=environment, order={"keep": self.keep}, on_event=self._on_agent
-            )
+        self.name = self.name or str(controller.pid)
+        entry = {
+            "run_dir": str(self.run_dir),
+            "controller": controller.pid,
+            "controller_born": controller.create_time(),
+            "n": self.n,
+            "backend": self.backend,
+            "collective_timeout": self.collective_timeout,
+            "logs": str(self.log_dir("")),
+        }
+        kept.write_down(self.name, entry)
 
-        self._wait(launch(), time.monotonic() + self.timeout)
+    @classmethod
+    def attach(cls, name: str = "", timeout: float = 30.0) -> Cluster:
+        """Take over a cluster that was started with ``keep=True``, with its ranks' state and what they run.
 
-    def _wait(self, coroutine: Any, deadline: float) -> Any:
-        assert self._loop is not None
-        future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        Parameters
+        ----------
+        name : str
+            The cluster's name; not needed where only one is kept.
+
+        Raises
+        ------
+        ClusterError
+            When there is none, it has ended, or it belongs to somebody else.
+        """
+        from nbdist import kept, membership
+
+        global _active
+        if _active is not None:
+            raise ClusterError(f"A cluster of {_active.n} ranks is active here already. First %cluster stop.")
+        name, entry = kept.find(name)
+        cluster = cls(
+            entry["n"],
+            backend=entry["backend"],
+            collective_timeout=entry["collective_timeout"],
+            keep=True,
+            name=name,
+            oversubscribe=True,
+        )
         try:
-            return future.result(max(0.1, deadline - time.monotonic()))
-        except TimeoutError:
-            raise ClusterError(f"The controller did not start in {self.timeout:g} s.{self._log_tail()}") from None
-        except RuntimeError as error:
-            raise ClusterError(f"The controller did not start: {error}.{self._log_tail()}") from None
+            membership.adopt(cluster, entry, time.monotonic() + timeout)
+        except BaseException:
+            cluster.detach()
+            raise
+        _active = cluster
+        return cluster
+
+    def detach(self) -> None:
+        """Let go of a kept cluster: it goes on, and ``%cluster attach`` finds it again."""
+        global _active
+        self._stopping = True
+        if _active is self:
+            _active = None
+        atexit.unregister(self._at_exit)
+        if self._telemetry is not None:
+            self._telemetry.close()
+        client, self._client = self._client, None
+        if client is not None:
+            client.close(linger=0)
+        self._world = None
+
+    def _at_exit(self) -> None:
+        if self.keep:
+            self.detach()
+        else:
+            self.stop()
 
     def _wait_for_engines(self, tell: Callable[[str], None], deadline: float) -> None:
-        assert self._client is not None
+        from nbdist.processes import log_tail
+
+        assert self._client is not None and self.run_dir is not None
         told = 0
         with self._changed:
             while len(self._client.ids) < self.n:
@@ -232,12 +290,12 @@ class Cluster:
                         f"{describe_end(death)}.{_indent(death.get('stderr', ''))}"
                     )
                 if self._controller_end is not None:
-                    raise ClusterError(f"The controller ended while the engines were starting.{self._log_tail()}")
+                    raise ClusterError(f"The controller ended while the engines were starting.{log_tail(self.run_dir)}")
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise ClusterError(
                         f"{len(self._client.ids)} of {self.n} engines registered in {self.timeout:g} s. "
-                        f"Give more with %cluster start --timeout.{self._log_tail()}"
+                        f"Give more with %cluster start --timeout.{log_tail(self.run_dir)}"
                     )
                 self._changed.wait(min(left, 0.1))
                 if len(self._client.ids) > told:
@@ -246,25 +304,17 @@ class Cluster:
 
     def stop(self) -> None:
         """End everything that was started, by pid, and remove what it left on disk. Does nothing the second time."""
-        global _active
-        if _active is self:
-            _active = None
-        atexit.unregister(self.stop)
-        if self._telemetry is not None:
-            self._telemetry.close()
-        client, self._client = self._client, None
-        if client is not None:
-            client.close(linger=0)
-        cluster, self._ipp = self._ipp, None
-        if cluster is not None and self._loop is not None:
-            asyncio.run_coroutine_threadsafe(cluster.stop_cluster(), self._loop).result(15)
+        if self.keep and self.name:
+            from nbdist import kept
+
+            kept.forget(self.name)
+        self.detach()
+        processes, self._processes = self._processes, None
+        if processes is not None:
+            processes.stop()
         self._sweep()
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
         if self.run_dir is not None:
             shutil.rmtree(self.run_dir, ignore_errors=True)
-        self._world = None
         self._requests.clear()
 
     def _sweep(self) -> None:
@@ -289,6 +339,17 @@ class Cluster:
     def running(self) -> bool:
         """Whether the cluster was started and not stopped."""
         return self._world is not None
+
+    @property
+    def defunct(self) -> str:
+        """Why this cluster cannot be used any more, or nothing."""
+        if self._controller_end is not None:
+            what = "controller"
+        elif self._agent_end is not None:
+            what = "node agent"
+        else:
+            return ""
+        return f"The {what} of the cluster ended, and with it every rank. %cluster start begins anew."
 
     @property
     def client(self) -> RankClient:
@@ -327,7 +388,7 @@ class Cluster:
         return (
             f"<Cluster {self.n} engine{'s' if self.n > 1 else ''} on {hosts} host{'s' if hosts > 1 else ''} · "
             f"world of {self._world.size} rank{'s' if self._world.size > 1 else ''} · {self.backend} · "
-            f"ready in {self.seconds_to_ready:.1f} s>"
+            f"{f'ready in {self.seconds_to_ready:.1f} s' if self.seconds_to_ready else 'attached'}>"
         )
 
     def log_dir(self, kind: str) -> Path:
@@ -404,7 +465,9 @@ class Cluster:
 
         return values.pull(self, name, ranks)
 
-    def train(self, steps: int | None = None, *, epochs: float | None = None, name: str = "trainer", detach: bool = False) -> Cell:
+    def train(
+        self, steps: int | None = None, *, epochs: float | None = None, name: str = "trainer", detach: bool = False
+    ) -> Cell:
         """Run synchronized steps of the Trainer called ``name`` on every rank; it goes on from where it was."""
         from nbdist import cells
 
@@ -439,11 +502,50 @@ class Cluster:
             cell.request_stop()
             cell.wait()
 
+    def debug(self, on: bool) -> None:
+        """Check collectives for op, shape and dtype before they run: a mismatch is an error on every rank, not a hang."""
+        self.world.guarded = on
+        futures = [
+            self.client.submit(engine, "nbdist.engine.bootstrap:switch_guard", on) for engine in self.world.engines
+        ]
+        for future in futures:
+            future.wait()
+
+    def repair(self, copy: str | None = None) -> str:
+        """Put an empty rank in the place of each dead one and form the group anew; the living keep their state.
+
+        Parameters
+        ----------
+        copy : str, optional
+            Name of an object (a ``Trainer``) that the new ranks get from the lowest living rank.
+
+        Returns
+        -------
+        str
+            What was done, in one sentence.
+        """
+        from nbdist import membership
+
+        return membership.repair(self, copy)
+
+    def resize(self, n: int) -> str:
+        """Grow or shrink the world to ``n`` ranks; ranks that stay keep their state. Give what was done."""
+        from nbdist import membership
+
+        return membership.resize(self, n)
+
     def kill(self, engine: int) -> None:
         """End the process of one engine; its rank is dead then, and the others keep their state."""
         pid = self._engine_pids.get(engine)
-        if pid is not None and self._ipp is not None:
-            self._ipp.engine_set.tell(op="signal", pid=pid, signal=int(signal.SIGKILL))
+        if pid is not None and self._processes is not None:
+            self._processes.tell(op="signal", pid=pid, signal=int(signal.SIGKILL))
+
+    def fork(self, local_rank: int, engine: int) -> None:
+        """Let the node agent fork an engine for a local rank, warm: torch is imported there already."""
+        with self._changed:
+            self.deaths.pop(engine, None)
+        assert self._processes is not None
+        self._processes.tell(op="fork", local_rank=local_rank, id=engine)
 
     def logs(self, ranks: Iterable[int] | None = None, last: int = 4096) -> str:
         """Give the end of what the ranks' processes wrote to their standard error."""
@@ -467,6 +569,8 @@ class Cluster:
         if waiting is not None:
             cell, rank = waiting
             cell.receive(rank, message)
+        elif self.cell is not None and self.cell.is_adopted:
+            self.cell.receive_from(message)
 
     def _on_agent(self, event: dict[str, Any]) -> None:
         with self._changed:
@@ -474,49 +578,63 @@ class Cluster:
                 self._engine_pids[event["id"]] = event["pid"]
                 self.deaths.pop(event["id"], None)
             elif event["event"] == "exited":
-                for engine, pid in self._engine_pids.items():
-                    if pid == event["pid"]:
+                engine = next((e for e, pid in self._engine_pids.items() if pid == event["pid"]), None)
+                if engine is not None:
+                    del self._engine_pids[engine]
+                    if engine not in self._retired:
                         self.deaths[engine] = event
-                        del self._engine_pids[engine]
-                        break
+                        self._tell_of_death(engine, event)
             self._changed.notify_all()
         if event["event"] == "exited" and self.cell is not None:
             self.cell.wake()
+
+    def _tell_of_death(self, engine: int, event: dict[str, Any]) -> None:
+        """Say it where the cluster was started, when no cell runs that would say it."""
+        if self.cell is None and not self._stopping and self._world is not None and self._page is not None:
+            rank = self._world.engines.index(engine) if engine in self._world.engines else engine
+            self._page.write(f"rank {rank} {describe_end(event)}. Replace it with %cluster repair.\n", "stderr")
 
     def _on_registration(self, event: dict[str, Any]) -> None:
         with self._changed:
             self._changed.notify_all()
 
     def _on_controller_end(self, data: Any) -> None:
+        """The controller is gone: no rank can be reached, so none may go on unseen."""
+        self._on_end("_controller_end", data)
+
+    def _on_agent_end(self, data: Any) -> None:
+        """The agent is gone, and its engines with it (Linux ends them); their nannies too, so nobody else tells."""
+        self._on_end("_agent_end", data)
+
+    def _on_end(self, which: str, data: Any) -> None:
         with self._changed:
-            self._controller_end = data or {}
+            setattr(self, which, data or {})
             self._changed.notify_all()
+        if self._stopping:
+            return
+        if self._processes is not None:
+            self._processes.abandon()
         if self.cell is not None:
             self.cell.wake()
-
-    def _log_tail(self) -> str:
-        if self.run_dir is None:
-            return ""
-        texts = []
-        for path in sorted((self.run_dir / "log").glob("ipcontroller*.log")):
-            with contextlib.suppress(OSError):
-                texts.append(path.read_text(errors="replace")[-1500:])
-        return _indent("".join(texts))
+        elif self._page is not None and self._world is not None:
+            self._page.write(self.defunct + "\n", "stderr")
 
 
-def describe_end(death: dict[str, Any]) -> str:
+def describe_end(death: dict[str, Any], host: str = "") -> str:
     """Say how a process ended: ``exited with code 3``, ``was killed by signal 9 (SIGKILL): often out of memory``."""
     number = death.get("signal")
+    who = f"(pid {death['pid']}{', host ' + host if host else ''})"
     if number is None:
-        return f"(pid {death['pid']}) exited with code {death.get('code')}"
-    with contextlib.suppress(ValueError):
+        return f"{who} exited with code {death.get('code')}"
+    try:
         name = signal.Signals(number).name
-        why = {"SIGKILL": ": often out of memory", "SIGABRT": ": often different shapes or dtypes in a collective"}
-        return f"(pid {death['pid']}) was killed by signal {number} ({name}){why.get(name, '')}"
-    return f"(pid {death['pid']}) was killed by signal {number}"
+    except ValueError:
+        return f"{who} was killed by signal {number}"
+    why = {"SIGKILL": ": often out of memory", "SIGABRT": ": often different shapes or dtypes in a collective"}
+    return f"{who} was killed by signal {number} ({name}){why.get(name, '')}"
 
 
-def _check_size(n: int, gpus: int, backend: str, oversubscribe: bool) -> None:
+def check_size(n: int, gpus: int, backend: str, oversubscribe: bool) -> None:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     limit = max(8, 4 * cores)
     if n < 1:

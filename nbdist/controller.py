@@ -26,11 +26,15 @@ def end_with_parent(run_dir: str) -> None:
     parent = os.getppid()
 
     def watch() -> None:
+        told_to_stop = False
         while os.getppid() == parent:
             readable, _, _ = select.select([0], [], [], PARENT_POLL_S)
-            if readable and not os.read(0, 4096):
-                break
-        if os.getppid() != parent:
+            if readable:
+                word = os.read(0, 4096)
+                if not word:
+                    break
+                told_to_stop = True
+        if not told_to_stop:  # whoever started us is gone and cannot clean up
             shutil.rmtree(run_dir, ignore_errors=True)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(0, signal.SIGKILL)

@@ -41,7 +41,17 @@ class _Piped(LocalProcessLauncher):  # type: ignore[misc]  # ipyparallel is not 
         self._start_waiting()
         return process
 
+    def tell(self, **command: Any) -> None:
+        """Send one command to the process."""
+        process = self._popen_process
+        if process is not None and process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError, ValueError):
+                process.stdin.write((json.dumps(command) + "\n").encode())
+                process.stdin.flush()
+
     def close_input(self) -> None:
+        """Tell the process to end, and that cleaning up is ours."""
+        self.tell(op="stop")
         process = self._popen_process
         if process is not None and process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
@@ -91,14 +101,6 @@ class AgentLauncher(_Piped, EngineLauncher):  # type: ignore[misc]  # ipyparalle
         }
         self.tell(**order)
         threading.Thread(target=self._listen, args=(process.stdout,), name="nbdist-agent", daemon=True).start()
-
-    def tell(self, **command: Any) -> None:
-        """Send one command to the agent."""
-        process = self._popen_process
-        if process is not None and process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError, ValueError):
-                process.stdin.write((json.dumps(command) + "\n").encode())
-                process.stdin.flush()
 
     async def stop(self) -> None:
         self.close_input()

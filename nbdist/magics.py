@@ -40,6 +40,15 @@ def _cluster_parser() -> _Parser:
     start.add_argument("--oversubscribe", action="store_true")
     for name in ("status", "stop", "interrupt"):
         commands.add_parser(name)
+    attach = commands.add_parser("attach")
+    attach.add_argument("name", nargs="?", default="")
+    commands.add_parser("detach")
+    repair = commands.add_parser("repair")
+    repair.add_argument("--copy")
+    resize = commands.add_parser("resize")
+    resize.add_argument("-n", type=int, required=True)
+    debug = commands.add_parser("debug")
+    debug.add_argument("state", choices=("on", "off"))
     logs = commands.add_parser("logs")
     logs.add_argument("--ranks")
     return parser
@@ -73,6 +82,8 @@ class ClusterMagics(Magics):  # type: ignore[misc]  # IPython is not typed
         command = options.pop("command")
         if command == "start":
             return _start(options)
+        if command == "attach":
+            return clusters.Cluster.attach(options["name"])
         running = clusters.active()
         if command == "stop":
             if running is None:
@@ -85,6 +96,23 @@ class ClusterMagics(Magics):  # type: ignore[misc]  # IPython is not typed
             return running.status()
         if command == "logs":
             print(running.logs(_ranks(options["ranks"], running)))
+            return None
+        if command == "detach":
+            if not running.keep:
+                raise ClusterError("This cluster ends with its notebook. Start one that does not with --keep.")
+            running.detach()
+            return None
+        if command == "debug":
+            running.debug(options["state"] == "on")
+            return None
+        if command == "repair":
+            print(running.repair(options["copy"]))
+            return None
+        if command == "resize":
+            try:
+                print(running.resize(options["n"]))
+            except ValueError as error:
+                raise UsageError(f"%cluster resize: {error}") from None
             return None
         running.interrupt()
         return None
@@ -180,7 +208,7 @@ def _start(options: dict[str, Any]) -> Any:
     from nbdist.progress import StartProgress
 
     running = active()
-    if running is not None:
+    if running is not None and not running.defunct:
         n = options["n"]
         if n not in (None, running.n) or options["backend"] not in ("auto", running.backend):
             raise ClusterError(
@@ -211,5 +239,3 @@ def _numbered(line: str, cell: str) -> str:
     if cell.startswith("%%"):
         return cell  # a cell magic must be the first line
     return f"# %%distributed {line}".rstrip() + "\n" + cell
-
-

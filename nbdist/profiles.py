@@ -11,7 +11,7 @@ import platformdirs
 
 from nbdist.errors import ClusterError
 
-__all__ = ["locate", "state_dir"]
+__all__ = ["locate", "state_dir", "state_home"]
 
 
 def locate(profile: str | os.PathLike[str] | None) -> Path:
@@ -39,14 +39,18 @@ def _packaged() -> Path:
     return here / "profiles" if (here / "profiles").is_dir() else here.parent / "profiles"
 
 
+def state_home() -> Path:
+    """Give the folder for what outlives a session: ``$NBDIST_HOME``, or the user's state folder."""
+    return Path(os.environ.get("NBDIST_HOME") or platformdirs.user_state_dir("nbdist", appauthor=False))
+
+
 @functools.cache
 def state_dir(fallback: Path) -> Path:
-    """Make and give this session's folder for logs, under ``$NBDIST_HOME`` or the user's state folder.
+    """Make and give this session's folder for logs, under the state home.
 
     Where neither can be written the logs go to ``fallback`` and end with the cluster.
     """
-    home = Path(os.environ.get("NBDIST_HOME") or platformdirs.user_state_dir("nbdist", appauthor=False))
-    session = home / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{fallback.name.removeprefix('nbdist-')}"
+    session = state_home() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{fallback.name.removeprefix('nbdist-')}"
     try:
         session.mkdir(parents=True, mode=0o700)
     except OSError:

@@ -19,9 +19,11 @@ def parse(text: str, world_size: int) -> tuple[int, ...]:
     ranks: set[int] = set()
     for part in text.replace(" ", "").split(","):
         first, dash, last = part.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
             raise ValueError(f"--ranks {text}: write ranks like 0,2-3.")
-        ranks.update(range(int(first), int(last if dash else first) + 1))
+        # before they are counted out: there may be no memory for that many
+        check({int(first), int(last or first)}, world_size)
+        ranks.update(range(int(first), int(last or first) + 1))
     return check(ranks, world_size)
 
 

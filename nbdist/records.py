@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 __all__ = [
     "STEP_COLUMNS",
+    "HangReport",
     "RankError",
     "RankInfo",
     "RunEvent",
@@ -55,6 +56,29 @@ class RankError:
     location: str = ""  # "Cell In[7], line 4"
     released: str | None = None
     hint: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangReport:
+    """Why ranks wait in a collective.
+
+    ``kind`` is "missing" (a rank works on something else), "finished" (a rank has ended the cell, or does not run it)
+    or "mismatch" (ranks called different things). Only the first can still end well.
+    """
+
+    kind: str
+    group: str
+    waiting: tuple[int, ...]
+    missing: tuple[int, ...]
+    op: str
+    shape: str
+    dtype: str
+    seq: int
+    lines: tuple[str, ...]
+
+    @property
+    def is_fatal(self) -> bool:
+        return self.kind != "missing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +140,7 @@ STEP_COLUMNS: tuple[str, ...] = (
     "epoch",
     "rank",
     "time",
-    *(
-        f.name
-        for f in fields(StepRecord)
-        if f.name not in ("run", "step", "epoch", "rank", "time", "values")
-    ),
+    *(f.name for f in fields(StepRecord) if f.name not in ("run", "step", "epoch", "rank", "time", "values")),
 )
 
 

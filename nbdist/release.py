@@ -29,12 +29,15 @@ class Release:
     """One attempt to end a cell on the ranks that still run it, in a thread of its own.
 
     ``gentle``: ask training loops to end at a step boundary, the same on every rank, before anything is interrupted.
+    ``hopeless``: the ranks are known to wait for what cannot come, so a collective that all are in is not just slow.
     """
 
-    def __init__(self, cell: Cell, reason: str, *, gentle: bool) -> None:
+    def __init__(self, cell: Cell, reason: str, *, gentle: bool, hopeless: bool = False) -> None:
         self.cell = cell
         self.reason = reason
         self.gentle = gentle
+        self.hopeless = hopeless
+        self.killed: set[int] = set()  # ranks that were ended by force
         self.cut = False
         self.active = True
         self.insisted = 0
@@ -97,7 +100,7 @@ class Release:
         self._insist.clear()
         self._ask("interrupt")
         last: Any = None
-        since = began = time.monotonic()
+        since = moved = time.monotonic()
         told = False
         while self.cell.remaining:
             if self._insist.is_set():
@@ -113,8 +116,8 @@ class Release:
                 last, since = state, now
             elif self._blocked(state) and now - since > (QUIET_TOGETHER_S if self._together(state) else QUIET_S):
                 self._cut()
-                last = None
-            if not told and now - began > STUBBORN_S and self.cell.remaining and not self._blocked(state):
+                last, moved = None, now
+            if not told and now - moved > STUBBORN_S and self.cell.remaining and not self._blocked(state):
                 told = True
                 self.cell.page.write(
                     f"{named(self.cell.remaining.values())} still running; interrupt again to force\n", "stderr"
@@ -128,7 +131,9 @@ class Release:
         )
 
     def _together(self, state: dict[int, Any]) -> bool:
-        """Whether every rank of the world is in the same collective."""
+        """Whether every rank of the world is in the same collective, which may then just be large or slow."""
+        if self.hopeless:
+            return False
         world = self.cell.cluster.world
         return len(state) == world.size and len({str(progress) for progress in state.values()}) == 1
 
@@ -144,5 +149,6 @@ class Release:
             f"{named(self.cell.remaining.values())} did not come back and will be replaced\n", "stderr"
         )
         self._cut()
+        self.killed = set(self.cell.remaining.values())
         for engine in self.cell.remaining:
             cluster.kill(engine)

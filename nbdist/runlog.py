@@ -7,11 +7,11 @@ import logging
 import queue
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-__all__ = ["RunLog"]
+__all__ = ["RunLog", "read_runs"]
 
 logger = logging.getLogger(__name__)
 
@@ -116,3 +116,21 @@ class RunLog:
         if not self.broken:
             self.broken = True
             logger.warning("The run log in %s stopped: %s. Training goes on without it.", self.folder, why)
+
+
+def read_runs(folder: Path) -> Iterator[dict[str, object]]:
+    """Give what the run logs of a folder hold as the payloads that ranks send, oldest run first.
+
+    A last line that was cut off (the writer was killed) is passed over.
+    """
+    for path in sorted(folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime):
+        with open(path, encoding="utf-8") as file:
+            for text in file:
+                try:
+                    line = json.loads(text)
+                except ValueError:
+                    continue
+                if line.pop("kind", "") == "event":
+                    yield {"kind": "event", "event": {**line, "kind": line.get("event")}}
+                else:
+                    yield {"kind": "steps", "rank": line.get("rank"), "records": [line]}

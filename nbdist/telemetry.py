@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist.records import STEP_COLUMNS
-from nbdist.runlog import RunLog
+from nbdist.runlog import RunLog, read_runs
 from nbdist.runs import Report, Run, number
 
 if TYPE_CHECKING:
@@ -130,6 +130,15 @@ class Telemetry:
                 self._reject(payload, error)
             self.version += 1
         self._notify()
+
+    def replay(self, folder: Path) -> None:
+        """Take what an earlier notebook wrote of this cluster's runs, without writing it again."""
+        log, self._log = self._log, None
+        try:
+            for payload in read_runs(folder):
+                self.receive(payload)
+        finally:
+            self._log = log
 
     def poll(self) -> None:
         """Close steps and runs for which some ranks' reports are overdue."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ class World:
         self.timeout = timeout
         self.generation = 0
         self.broken = False
+        self.guarded = False  # collectives are checked before they run
         self.engines: tuple[int, ...] = ()  # rank -> engine id
         self.ranks: tuple[RankInfo, ...] = ()
 
@@ -75,6 +77,8 @@ class World:
         previous = self.run_dir / f"store-{self.generation - 1}"
         store = self.run_dir / f"store-{self.generation}"
         futures = {}
+        # what pasted scripts look for; nothing of nbdist listens there
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for rank, engine in enumerate(order):
             host = places[engine]["host"]
             local = [e for e in order if places[e]["host"] == host]
@@ -92,7 +96,8 @@ class World:
                 timeout=self.timeout,
                 loopback=len(hosts) == 1,
                 version=__version__,
-                environment={},
+                environment=environment,
+                guarded=self.guarded,
             )
         infos = []
         for rank, (engine, future) in enumerate(futures.items()):
@@ -122,6 +127,13 @@ class World:
                 raise WorldError(f"engine {engine} does not answer. See %cluster logs.")
             places[engine] = future.result()
         return places
+
+
+def free_port() -> int:
+    """Give a TCP port of the loopback interface that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _brief(error: BaseException) -> str:

@@ -47,9 +47,11 @@ class Cell:
         self.idle = False
 
     def __repr__(self) -> str:
-        return (
-            f"<Cell {self.status} after {self.seconds:.2f} s: {self.code.strip().splitlines()[0][:60]!r}>\n{self.text}"
-        )
+        lines = self.text.splitlines()
+        if len(lines) > 60:
+            lines[30:-30] = [f"... {len(lines) - 60} lines ..."]
+        first = self.code.strip().splitlines()[0][:60]
+        return "\n".join([f"<Cell {self.status} after {self.seconds:.2f} s: {first!r}>", *lines])
 
     @property
     def seconds(self) -> float:

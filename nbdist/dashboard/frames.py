@@ -45,8 +45,10 @@ class Frames:
             curves = _curves(run)
             last, self._sent = self._sent, {name: (c.generation, len(c), c.count) for name, c in curves}
             name, self._run = self._run, run.name if run else None
-            if whole or name != self._run or any(
-                name in last and curve.generation != last[name][0] for name, curve in curves
+            if (
+                whole
+                or name != self._run
+                or any(name in last and curve.generation != last[name][0] for name, curve in curves)
             ):
                 return self.whole(run)
             series, parts = [], []

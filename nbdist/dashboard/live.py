@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -88,7 +89,8 @@ class Dashboard:
         self.telemetry = cluster.telemetry
         self._lock = threading.RLock()
         self._state = "new"  # new, live, static, closed; or text, without a kernel
-        self._display_id = uuid.uuid4().hex
+        # ids of the outputs that show it. One each: a page draws an output anew when another takes the same id
+        self._places: deque[str] = deque(maxlen=4)
         self._lost = False  # a page was loaded after the display: it does not know the display's id
         self._choice: str | None = None  # a run that was picked in the panel; None follows the newest
         self._ended: tuple[Run, float] | None = None
@@ -109,7 +111,7 @@ class Dashboard:
             return
         with self._lock:
             if self._state == "closed":
-                self._publish(self._static_data(), update=False)
+                self._show(self._static_data())
                 return
             again = self._state != "new"
             if not again:
@@ -117,9 +119,8 @@ class Dashboard:
                 self._widget = self._make_widget()
                 self._watch_cells(shell)
                 self._blocking = True  # the cell that shows it
-                # what is open in another place goes on to be updated: both outputs have the same id
             self._state = "live"
-            self._publish(self._live_data(), update=False)
+            self._show(self._live_data())
         if not again:
             pump.add(self)
 
@@ -130,8 +131,9 @@ class Dashboard:
                 return
             shown, self._state = self._state in ("live", "static"), "closed"
             if shown:
-                self._publish(self._static_data(), update=True)
+                self._update(self._static_data())
             if self._widget is not None:
+                self._widget.layout.close()  # a model of its own, with a comm
                 self._widget.close()
         pump.remove(self)
         self._unwatch_cells()
@@ -169,10 +171,10 @@ class Dashboard:
             if self._state == "static":
                 self._state = "live"
                 if self._lost and self._widget is not None and self._widget.views == 0:
-                    self._display_id, self._lost = uuid.uuid4().hex, False
-                    self._publish(self._live_data(), update=False)
+                    self._lost = False
+                    self._show(self._live_data())
                 else:
-                    self._publish(self._live_data(), update=True)
+                    self._update(self._live_data())
             return
         if self._state != "live":
             return
@@ -181,11 +183,11 @@ class Dashboard:
             self._ended, self._choice = (run, now), None
         if at_once or now - self._ended[1] >= SETTLE:
             self._state = "static"
-            self._publish(self._static_data(), update=True)
+            self._update(self._static_data())
             if at_once and self._lost:
                 # the page that was loaded since cannot find the panel's place: the picture goes to the cell that ends
-                self._display_id, self._lost = uuid.uuid4().hex, False
-                self._publish(self._static_data(), update=False)
+                self._lost = False
+                self._show(self._static_data())
 
     def _before_cell(self, _info: object = None) -> None:
         self._blocking = True
@@ -260,12 +262,19 @@ class Dashboard:
         now = time.monotonic()
         if now - self._fallback_at >= 2.0:
             self._fallback_at = now
-            self._publish(self._live_data(), update=True)
+            self._update(self._live_data())
 
-    def _publish(self, data: dict[str, Any], *, update: bool) -> None:
+    def _show(self, data: dict[str, Any]) -> None:
         from IPython.display import publish_display_data
 
-        publish_display_data(data, transient={"display_id": self._display_id}, update=update)
+        self._places.append(uuid.uuid4().hex)
+        publish_display_data(data, transient={"display_id": self._places[-1]})
+
+    def _update(self, data: dict[str, Any]) -> None:
+        from IPython.display import publish_display_data
+
+        for place in self._places:
+            publish_display_data(data, transient={"display_id": place}, update=True)
 
     def _show_text(self, shell: Any) -> None:
         print(self.telemetry.table())

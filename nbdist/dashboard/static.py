@@ -123,9 +123,7 @@ def png(run: Run, scale: int = 2) -> bytes:
             image.alpha_composite(tile, (max(0, place[0]), max(0, place[1])))
         else:
             anchor = {"start": "ls", "middle": "ms", "end": "rs"}[text.anchor]
-            ImageDraw.Draw(image).text(
-                (text.x * scale, text.y * scale), text.text, fill=grey, font=font, anchor=anchor
-            )
+            ImageDraw.Draw(image).text((text.x * scale, text.y * scale), text.text, fill=grey, font=font, anchor=anchor)
     # 128 colours are enough for lines and text, and a third of the bytes
     out = io.BytesIO()
     image.quantize(128, method=Image.Quantize.FASTOCTREE).save(out, "PNG", optimize=True)
@@ -192,9 +190,7 @@ def _plot(run: Run, name: str, x0: float, y0: float, shapes: list[_Shape], texts
         shapes.append(_Shape(points=tuple(line), color=color, width=2))
 
 
-def _unbroken(
-    xs: Sequence[float], a: Sequence[float], b: Sequence[float]
-) -> list[list[tuple[float, float, float]]]:
+def _unbroken(xs: Sequence[float], a: Sequence[float], b: Sequence[float]) -> list[list[tuple[float, float, float]]]:
     """Cut where a value is not finite."""
     parts: list[list[tuple[float, float, float]]] = [[]]
     for point in zip(xs, a, b, strict=True):

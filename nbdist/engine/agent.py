@@ -50,16 +50,23 @@ class Agent:
         self.run_dir = Path(spec["run_dir"])
         self.keep = bool(spec.get("keep"))
         self.parent = os.getppid()
+        self.told_to_stop = False
         self.engines: dict[int, int] = {}  # pid -> local_rank
         self.nannies: set[int] = set()
+        self.listener: socket.socket | None = None  # of a kept cluster: where a later notebook's commands come in
+        self.callers: dict[socket.socket, bytes] = {}  # connection -> what has come of its next line
         self.wake_read, self.wake_write = os.pipe()
         os.set_blocking(self.wake_read, False)
         os.set_blocking(self.wake_write, False)
 
     def report(self, **event: Any) -> None:
+        line = (json.dumps(event) + "\n").encode()
         # a kept cluster outlives its reader: nobody to tell is no reason to end
         with contextlib.suppress(BrokenPipeError):
-            os.write(1, (json.dumps(event) + "\n").encode())
+            os.write(1, line)
+        for caller in self.callers:
+            with contextlib.suppress(OSError):
+                caller.sendall(line)
 
     def run(self) -> None:
         """Import what every engine needs, fork them all, then serve until the input or the parent ends."""
@@ -78,9 +85,16 @@ class Agent:
         self.end()
 
     def serve(self) -> None:
-        inputs = [self.wake_read] if self.keep else [self.wake_read, 0]
-        pending = b""
-        while True:
+        """Follow commands until the input ends (unless kept), the parent is gone, or a command says stop."""
+        if self.keep:
+            self.listener = socket.socket(socket.AF_UNIX)
+            self.listener.bind(str(self.run_dir / "agent.sock"))
+            self.listener.listen()
+        has_input, pending = True, b""
+        while not self.told_to_stop:
+            inputs: list[Any] = [self.wake_read, *self.callers]
+            inputs += [0] if has_input else []
+            inputs += [self.listener] if self.listener is not None else []
             readable, _, _ = select.select(inputs, [], [], PARENT_POLL_S)
             if self.wake_read in readable:
                 with contextlib.suppress(BlockingIOError):
@@ -88,15 +102,31 @@ class Agent:
             self.reap()
             if 0 in readable:
                 chunk = os.read(0, 65536)
-                if not chunk:
-                    return
-                *lines, pending = (pending + chunk).split(b"\n")
-                for line in lines:
-                    self.handle(json.loads(line))
+                has_input = bool(chunk)
+                pending = self.follow(pending + chunk)
+            if self.listener in readable and self.listener is not None:
+                self.callers[self.listener.accept()[0]] = b""
+            for caller in [c for c in readable if c in self.callers]:
+                try:
+                    chunk = caller.recv(65536)
+                except OSError:
+                    chunk = b""
+                if chunk:
+                    self.callers[caller] = self.follow(self.callers[caller] + chunk)
+                else:
+                    del self.callers[caller]
+                    caller.close()
+            if not self.keep and (not has_input or os.getppid() != self.parent):
+                return
             if self.keep and not self.engines:
                 return
-            if not self.keep and os.getppid() != self.parent:
-                return
+
+    def follow(self, text: bytes) -> bytes:
+        """Carry out the whole lines of ``text``; give the rest."""
+        *lines, rest = text.split(b"\n")
+        for line in lines:
+            self.handle(json.loads(line))
+        return rest
 
     def handle(self, command: dict[str, Any]) -> None:
         op = command["op"]
@@ -104,8 +134,8 @@ class Agent:
             self.fork_engine(int(command["local_rank"]), int(command["id"]))
         elif op == "signal" and command["pid"] in self.engines:
             os.kill(command["pid"], command["signal"])
-        elif op == "keep":
-            self.keep = True
+        elif op == "stop":
+            self.told_to_stop = True
 
     def fork_engine(self, local_rank: int, engine_id: int) -> None:
         """Fork an engine and, beside it, the nanny that relays its control channel and notices its end."""
@@ -135,6 +165,7 @@ class Agent:
             local_rank = self.engines.pop(pid, None)
             if local_rank is None:
                 continue
+            end_session(pid)
             self.report(
                 event="exited",
                 local_rank=local_rank,
@@ -147,11 +178,16 @@ class Agent:
     def end(self) -> None:
         """End everything that was forked here. SIGKILL: an engine blocked in a collective obeys nothing else."""
         for pid in (*self.engines, *self.nannies):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if os.getppid() != self.parent and not self.spec.get("shared_run_dir"):
+            end_session(pid)
+        if not self.told_to_stop:  # whoever started us is gone and cannot clean up
             shutil.rmtree(self.run_dir, ignore_errors=True)
         os._exit(0)
+
+
+def end_session(pid: int) -> None:
+    """Kill an engine and what it started (loader workers): it leads a session of its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def prepare_threads(n: int) -> None:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from nbdist import wire
-from nbdist.engine import control, process_group, runner
+from nbdist.engine import control, guard, process_group, runner
 from nbdist.records import to_wire
 
-__all__ = ["identify", "join_world", "pull", "push", "run_cell"]
+__all__ = ["identify", "join_world", "pull", "push", "run_cell", "switch_guard"]
 
 _injected: dict[str, Any] = {}
 
@@ -32,8 +32,8 @@ def identify() -> dict[str, Any]:
 
 def join_world(**spec: Any) -> dict[str, Any]:
     """Join one generation of the process group and put its names into the namespace."""
-    environment = spec.pop("environment", {})
-    os.environ.update(environment)
+    os.environ.update(spec.pop("environment", {}))
+    guard.switch(spec.pop("guarded", False))
     info = process_group.join(**spec)
     control.start_meters(info.rank, info.world_size)
     import nbdist
@@ -56,6 +56,11 @@ def join_world(**spec: Any) -> dict[str, Any]:
 def run_cell(source: str, label: int, run_name: str) -> dict[str, Any]:
     """Run a cell on this rank; see ``runner.run``."""
     return runner.run(source, label, run_name)
+
+
+def switch_guard(on: bool) -> bool:
+    """Check collectives before they run, or stop it; give what it was."""
+    return guard.switch(on)
 
 
 def push(parts: list[Any]) -> None:

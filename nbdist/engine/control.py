@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from nbdist.engine import completion, gate, meters, process_group, runner
+from nbdist.records import to_wire
 
 __all__ = ["install"]
 
@@ -63,9 +64,27 @@ def status() -> dict[str, Any]:
     return reply
 
 
+def who() -> dict[str, Any]:
+    """The rank's own description, and the cell that it runs, for a notebook that finds this cluster running."""
+    cell = runner.CELL
+    return {"info": to_wire(process_group.rank_info()), "label": cell.label if cell is not None else ""}
+
+
 def progress() -> dict[str, Any]:
     """The least that is needed to see whether this rank moves."""
     return {"running": runner.CELL is not None, "progress": process_group.progress()}
+
+
+def collectives() -> dict[str, Any]:
+    """The last collective of each group, and where the main thread is."""
+    frame = _main_frame()
+    line, called = runner.where(frame)
+    return {
+        "running": runner.CELL is not None,
+        "line": line,
+        "called": called,
+        "groups": process_group.collectives(runner.LAST_BEGAN_NS),
+    }
 
 
 def interrupt() -> dict[str, Any]:
@@ -117,7 +136,9 @@ def stack() -> dict[str, Any]:
 
 OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "status": status,
+    "who": who,
     "progress": progress,
+    "collectives": collectives,
     "interrupt": interrupt,
     "cut": cut,
     "stop_request": stop_request,

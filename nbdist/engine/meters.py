@@ -21,7 +21,7 @@ from nbdist.engine.gate import StepStop, current_gate
 from nbdist.engine.parallel import device
 from nbdist.engine.recorder import FILLED_HERE, OWN_FIELDS, Publish, Reason, recorder
 
-__all__ = ["begin_cell", "end_cell", "flush", "log", "mean", "recording", "span", "start", "track"]
+__all__ = ["Recording", "begin_cell", "end_cell", "flush", "log", "mean", "span", "start", "track"]
 
 Batch = TypeVar("Batch")
 
@@ -193,14 +193,19 @@ def end_cell(reason: Reason) -> None:
     recorder.close_runs(reason)
 
 
-@contextlib.contextmanager
-def recording(step: dict[str, Any]) -> Iterator[None]:
+class Recording:
     """Let ``log`` and ``span`` add to ``step`` in this block."""
-    outer, recorder.step = recorder.step, step
-    try:
-        yield
-    finally:
-        recorder.step = outer
+
+    __slots__ = ("_outer", "_step")
+
+    def __init__(self, step: dict[str, Any]) -> None:
+        self._step = step
+
+    def __enter__(self) -> None:
+        self._outer, recorder.step = recorder.step, self._step
+
+    def __exit__(self, *error: object) -> None:
+        recorder.step = self._outer
 
 
 def _put(step: dict[str, Any], name: str, value: Any) -> None:

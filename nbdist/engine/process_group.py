@@ -27,7 +27,7 @@ import torch.distributed.distributed_c10d as c10d
 from nbdist.errors import WorldError
 from nbdist.records import RankInfo
 
-__all__ = ["cut", "device", "join", "leave", "progress", "rank_info"]
+__all__ = ["collectives", "cut", "device", "join", "leave", "progress", "rank_info"]
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ FLIGHT_RECORDER_ENTRIES = "2000"
 
 _generation = 0
 _info: RankInfo | None = None
+_names: dict[int, str] = {}  # torch's number of a group in this process -> its name, which all ranks share
+_made = 0  # groups that this process has made in all generations
 _sockets: dict[int, str] = {}  # descriptor -> inode, of every group of this generation
 _sockets_lock = threading.Lock()
 _stores: list[Any] = []  # torch keeps only the C++ half of a store
@@ -101,11 +103,13 @@ def join(
         timeout=timedelta(seconds=timeout),
     )
     _generation = generation
+    known = set(_recorded())
     probe = torch.full((1,), rank + 1.0, device=where)
     dist.all_reduce(probe)
     expected = world_size * (world_size + 1) / 2
     if probe.item() != expected:
         raise WorldError(f"all_reduce over {world_size} ranks gave {probe.item()} instead of {expected}")
+    _number_default_group(set(_recorded()) - known)
     _info = RankInfo(
         rank=rank,
         world_size=world_size,
@@ -153,6 +157,7 @@ def leave() -> None:
     if not dist.is_initialized():
         return
     cut()
+    _names.clear()
     try:
         dist.destroy_process_group()
     except RuntimeError as error:
@@ -180,13 +185,70 @@ def cut() -> int:
 
 
 def progress() -> dict[str, tuple[int, int]]:
-    """Give each group's counters: (last collective enqueued, last completed), from torch's Flight Recorder."""
+    """Give each group's counters: (last collective enqueued, last completed), from torch's Flight Recorder.
+
+    Groups go by their name: torch's own number of a group counts what one process has made, and differs between a rank
+    that was replaced and its peers.
+    """
     if not dist.is_initialized():
         return {}
+    return {_names[number]: counters for number, counters in _recorded().items() if number in _names}
+
+
+def collectives(since_ns: int) -> dict[str, dict[str, Any]]:
+    """Describe the last collective of each group.
+
+    Parameters
+    ----------
+    since_ns : int
+        Unix time in nanoseconds from which ``count`` counts the collectives of the same kind.
+
+    Returns
+    -------
+    dict
+        Group name to ``op``, ``shape``, ``dtype``, ``seq`` (number in its group), ``count`` and ``ranks``.
+    """
+    if not dist.is_initialized():
+        return {}
+    entries = pickle.loads(c10d_dump(includeCollectives=True, includeStackTraces=False)).get("entries", [])
+    members = {name: dist.get_process_group_ranks(group) for group, name in c10d._world.pg_names.items()}
+    last: dict[str, dict[str, Any]] = {}
+    counts: dict[tuple[str, str], int] = {}
+    for entry in entries:
+        if entry["pg_id"] not in _names:
+            continue
+        name = _names[entry["pg_id"]]
+        op = entry["profiling_name"].rpartition(":")[2]
+        if entry["time_created_ns"] >= since_ns:
+            counts[name, op] = counts.get((name, op), 0) + 1
+        last[name] = {
+            "op": op,
+            "shape": entry["input_sizes"],
+            "dtype": [str(dtype).lower() for dtype in entry["input_dtypes"]],
+            "seq": entry["collective_seq_id"],
+            "ranks": members.get(name, []),
+        }
+    for name, entry in last.items():
+        entry["count"] = counts.get((name, entry["op"]), 0)
+    return last
+
+
+def _recorded() -> dict[int, tuple[int, int]]:
     status = pickle.loads(c10d_dump(includeCollectives=False)).get("pg_status", {})
     return {
-        name: (int(s["last_enqueued_collective"]), int(s["last_completed_collective"])) for name, s in status.items()
+        int(number): (int(s["last_enqueued_collective"]), int(s["last_completed_collective"]))
+        for number, s in status.items()
     }
+
+
+def _number_default_group(new: set[int]) -> None:
+    """Correct our count of groups by the number that torch gave the default group, seen in its first collective."""
+    global _made
+    if len(new) == 1:
+        number = new.pop()
+        _names.clear()
+        _names[number] = c10d._world.pg_names[dist.group.WORLD]
+        _made = number + 1
 
 
 def c10d_dump(**options: bool) -> bytes:
@@ -202,8 +264,14 @@ def _watch_new_groups() -> None:
 
     @functools.wraps(make)
     def make_and_remember(*args: Any, **kwargs: Any) -> Any:
+        global _made
         with _remember_sockets():
-            return make(*args, **kwargs)
+            made = make(*args, **kwargs)
+        group = made[0] if isinstance(made, tuple) else made
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            _names[_made] = c10d._world.pg_names[group]
+            _made += 1
+        return made
 
     c10d._new_process_group_helper = make_and_remember
 

@@ -212,17 +212,22 @@ class Recorder:
             self.dropped += lost
 
     def _wire(self, run: str, number: int, ended: float, epoch: int | None, step: dict[str, Any]) -> dict[str, Any]:
-        own: dict[str, Any] = {}
+        # to_wire(StepRecord(...)) by hand: at thousands of steps a second this thread competes with the training one
+        wire: dict[str, Any] = {"run": run, "step": number, "rank": self.rank, "time": ended}
         values: dict[str, float] = {}
+        if epoch is not None:
+            wire["epoch"] = epoch
         for name, value in step.items():
-            (own if name in OWN_FIELDS else values)[name] = value
-        own.setdefault("epoch", epoch)
-        for name in WHOLE_NUMBERS & own.keys():
-            own[name] = None if own[name] is None else int(own[name])
-        samples, seconds = own.get("samples"), own.get("step_time")
+            if name not in OWN_FIELDS:
+                values[name] = value
+            elif value is not None:
+                wire[name] = int(value) if name in WHOLE_NUMBERS else value
+        samples, seconds = wire.get("samples"), wire.get("step_time")
         if samples is not None and seconds:
-            own.setdefault("samples_per_s", samples / seconds)
-        return to_wire(StepRecord(run=run, step=number, rank=self.rank, time=ended, values=values, **own))
+            wire.setdefault("samples_per_s", samples / seconds)
+        if values:
+            wire["values"] = values
+        return wire
 
 
 def _read_tensors(steps: Iterable[dict[str, Any]]) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from nbdist.engine import parallel
 from nbdist.engine.evaluation import moved
-from nbdist.engine.interrupts import Uninterrupted
+from nbdist.engine.interrupts import Interrupts
 
 __all__ = ["Place", "agreed_number", "catch_up"]
 
@@ -58,7 +58,7 @@ def catch_up(module: nn.Module, parts: Sequence[Any], place: Place, device: torc
     # on the CPU: a GPU's tensors would be unpickled on the sender's device number
     states = [None if part is None else moved(part.state_dict(), torch.device("cpu")) for part in parts]
     dist.broadcast_object_list(states, source, device=device)
-    with Uninterrupted():
+    with Interrupts():
         for part, state in zip(parts, states, strict=True):
             if part is not None and state is not None:
                 part.load_state_dict(state)

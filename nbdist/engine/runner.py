@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 import types
 from dataclasses import dataclass, field
@@ -27,6 +26,8 @@ class Running:
 
     label: str
     began: float
+    began_ns: int
+    counters: dict[str, tuple[int, int]]  # of each group, when the cell began
     interrupts: int = 0
     cut: bool = False
     place: tuple[str, str] = ("", "")  # where the main thread was when it was first interrupted: cell line, function
@@ -37,7 +38,12 @@ class Running:
 
 
 CELL: Running | None = None
-_MAIN = threading.main_thread().ident
+STALE = (
+    "This object (a DDP model, or a group) belongs to an earlier generation of the process group, which was formed anew "
+    "since. Wrap the model again: model = nbdist.parallelize(model)."
+)
+
+LAST_BEGAN_NS = 0
 
 
 def run(source: str, label: int, run_name: str) -> dict[str, Any]:
@@ -48,9 +54,12 @@ def run(source: str, label: int, run_name: str) -> dict[str, Any]:
     dict
         ``error``: a RankError on the wire, or None; ``seconds``; ``progress``: the counters of each group.
     """
-    global CELL
+    global CELL, LAST_BEGAN_NS
     shell = _shell()
-    cell = CELL = Running(label=f"In[{label}]", began=time.monotonic())
+    cell = CELL = Running(
+        label=f"In[{label}]", began=time.monotonic(), began_ns=time.time_ns(), counters=process_group.progress()
+    )
+    LAST_BEGAN_NS = cell.began_ns
     shell.execution_count = label
     meters.begin_cell(run_name)
     try:
@@ -107,6 +116,8 @@ def install() -> None:
         if cell is None:
             return
         error = sys.exc_info()[1]
+        # closed connections, and yet no collective of this generation was touched: an object of an earlier one
+        stale = error is not None and _from_transport(error) and process_group.progress() == cell.counters
         cell.error = RankError(
             rank=_rank(),
             ename=etype.__name__,
@@ -114,8 +125,8 @@ def install() -> None:
             time=time.time(),
             traceback=tuple(lines),
             location=location(error.__traceback__ if error is not None else None),
-            hint=hint(error) if error is not None else "",
-            released="collective" if error is not None and _from_transport(error) else None,
+            hint=STALE if stale else hint(error) if error is not None else "",
+            released="collective" if error is not None and _from_transport(error) and not stale else None,
         )
 
     shell.showtraceback = showtraceback
@@ -165,7 +176,9 @@ def hint(error: BaseException) -> str:
     if "initialize the default process group twice" in text:
         return "nbdist has formed the process group already: use it as it is, guarded by dist.is_initialized()."
     if "Expected to have finished reduction" in text:
-        return 'Some parameters took no part in the loss: nbdist.parallelize(model, "ddp", find_unused_parameters=True).'
+        return (
+            'Some parameters took no part in the loss: nbdist.parallelize(model, "ddp", find_unused_parameters=True).'
+        )
     return ""
 
 

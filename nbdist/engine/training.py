@@ -20,12 +20,13 @@ from nbdist.engine.clocks import clock_for
 from nbdist.engine.data import DistributedLoader, first_tensor_length, length_of
 from nbdist.engine.evaluation import evaluate, moved
 from nbdist.engine.gate import StepStop, current_gate
-from nbdist.engine.interrupts import Uninterrupted
+from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.recorder import Reason, Run
 
 __all__ = ["Trainer"]
 
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 SAMPLING_PERIOD = 0.25  # seconds between two reads of what is dear to read: DDP's timings, the GPU's memory
 
 
@@ -114,6 +115,7 @@ class Trainer:
         self._group = dist.group.WORLD if dist.is_initialized() else None
         self._batches: Iterator[Any] | None = None
         self._position = 0  # batches of the current pass that went into finished steps
+        self._interrupts = Interrupts()
         self._torn = False  # the last call ended somewhere within a step
         self._clock = clock_for(self._device)
         self._run: Run | None = None
@@ -149,7 +151,7 @@ class Trainer:
             self._abandon_window()
             self._module.train()
             self._clock.begin()
-            with gate.run(self.global_step) if under_gate else contextlib.nullcontext():
+            with self._interrupts.watched(), gate.run(self.global_step) if under_gate else _NOTHING:
                 while self.global_step < target:
                     if under_gate and not gate.enter():
                         raise StepStop(f"stopped after step {self.global_step}")
@@ -193,7 +195,7 @@ class Trainer:
         self._clock.skip()
         try:
             closes = last or self._window == self.accumulate - 1
-            with meters.recording(self._record):
+            with meters.Recording(self._record):
                 loss = self._micro_step(batch, closes=closes)
                 if closes:
                     self._update(run, drawn=False)
@@ -230,7 +232,7 @@ class Trainer:
     # One optimizer step
 
     def _train_one_step(self, run: Run) -> None:
-        with meters.recording(self._record):
+        with meters.Recording(self._record):
             batch = self._draw()
             self._clock.lap("data_wait")
             while True:
@@ -260,7 +262,7 @@ class Trainer:
         clock.lap("h2d")
         model = self.model
         # forward too: with only the backward pass inside, DDP reduces all the same
-        with contextlib.nullcontext() if closes or not isinstance(model, DDP) else model.no_sync():
+        with _NOTHING if closes or not isinstance(model, DDP) else model.no_sync():
             with self._autocast():
                 loss = self.loss_fn(model(inputs), targets)
             if loss.ndim:
@@ -311,7 +313,7 @@ class Trainer:
         if self.clip_grad_norm is not None:
             norm = nn.utils.clip_grad_norm_(self._parameters, self.clip_grad_norm)
             record["grad_norm"] = norm.item() if norm.device.type == "cpu" else norm.detach()
-        with Uninterrupted():
+        with self._interrupts:
             # weights, optimizer, schedule and counters move together or not at all
             if scaler is None:
                 optimizer.step()
@@ -366,7 +368,7 @@ class Trainer:
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._dtype is None:
-            return contextlib.nullcontext()
+            return _NOTHING
         return torch.autocast(self._device.type, self._dtype)
 
     def _open_window(self) -> None:

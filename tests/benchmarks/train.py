@@ -82,8 +82,8 @@ for inputs, targets in itertools.islice(nbdist.track(loader), {steps}):
 
 RATE = """
 frame = cluster.telemetry.to_frame()
-frame = frame[(frame.run == frame.run.iloc[-1]) & (frame["rank"] == 0)].sort_values("step")
-print("RESULT", (len(frame) - 1) / (frame.time.iloc[-1] - frame.time.iloc[0]), len(frame))
+frame = frame[(frame.run == frame.run.iloc[-1]) & (frame["rank"] == 0)].sort_values("step").tail({steps})
+print("RESULT", (len(frame) - 1) / (frame.time.iloc[-1] - frame.time.iloc[0]), frame.step.max() - frame.step.min() + 1)
 """
 
 
@@ -106,7 +106,7 @@ def run(repeats: int = 7) -> Table:
 
         def notebook(steps: int) -> float:
             kernel.check(f"%train {steps}", timeout=300)
-            rate, counted = kernel.check(RATE).text.split("RESULT", 1)[1].split()[:2]
+            rate, counted = kernel.check(RATE.format(steps=steps)).text.split("RESULT", 1)[1].split()[:2]
             assert int(counted) == steps, f"{counted} of {steps} steps are in the telemetry"
             return float(rate)
 

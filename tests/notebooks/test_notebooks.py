@@ -1,38 +1,20 @@
-"""Every notebook runs top to bottom in a kernel, ends without a rank, and says what it promised."""
+"""Every notebook runs top to bottom in a kernel; the quickstart, run by ``nbdist demo``, keeps what it promises."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import nbclient
 import nbformat
 import pytest
 
-from nbdist.__main__ import as_page, kernel_of_this_interpreter, main, texts_of
+from nbdist.__main__ import NOTEBOOK, notebook_client, texts_of
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
-
-
-def execute(path: Path, folder: Path) -> Any:
-    notebook = nbformat.read(path, as_version=4)
-    client = nbclient.NotebookClient(
-        notebook,
-        timeout=110,
-        km=kernel_of_this_interpreter(),
-        resources={"metadata": {"path": str(folder)}},
-        store_widget_state=False,
-    )
-    client.execute()
-    return notebook
-
-
-def outputs_of(notebook: Any, first_line: str) -> str:
-    """The text under the cell that starts with this line."""
-    (cell,) = (c for c in notebook.cells if c.cell_type == "code" and c.source.startswith(first_line))
-    texts = [o.text if o.output_type == "stream" else o.get("data", {}).get("text/plain", "") for o in cell.outputs]
-    return "\n".join(texts)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -45,35 +27,56 @@ def test_notebook_is_committed_without_outputs_and_stops_its_cluster(path: Path)
     assert notebook.metadata.kernelspec.name == "python3"
 
 
-def test_quickstart_reads_97_percent_of_the_digits(tmp_path: Path) -> None:
-    notebook = execute(next(path for path in NOTEBOOKS if path.stem == "00_quickstart"), tmp_path)
+def test_other_notebooks_run_top_to_bottom(tmp_path: Path) -> None:
+    for path in NOTEBOOKS:
+        if path.name != NOTEBOOK:
+            notebook = nbformat.read(path, as_version=4)
+            notebook_client(notebook, tmp_path, timeout=110).execute()
+            assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code"), path
 
-    assert "[0-1] 3.0" in outputs_of(notebook, "%%distributed\nx = torch.full")
-    (summary,) = texts_of(notebook, tag="summary")
+
+@dataclass
+class Demo:
+    """What ``nbdist demo`` printed and left."""
+
+    printed: str
+    notebook: Any
+    page: str
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    folder = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, "-m", "nbdist", "demo", "--output", str(folder)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    for name in (NOTEBOOK, "00_quickstart.html"):
+        assert str(folder / name) in ran.stdout
+    notebook = nbformat.read(folder / NOTEBOOK, as_version=4)
+    return Demo(ran.stdout, notebook, (folder / "00_quickstart.html").read_text(encoding="utf-8"))
+
+
+def test_quickstart_reads_97_percent_of_the_digits(demo: Demo) -> None:
+    (summary,) = texts_of(demo.notebook, tag="summary")
     accuracy = re.search(r"test accuracy +(\d+\.\d+)% of 360 images", summary)
     assert accuracy and float(accuracy[1]) >= 97, summary
     assert re.search(r"final loss +0\.\d+", summary), summary
     rate = re.search(r"throughput +([\d,]+) samples/s", summary)
     assert rate and int(rate[1].replace(",", "")) > 100, summary
 
-    # The saved page shows the run without a kernel, without a browser having been there, without the internet.
-    page = as_page(notebook)
-    assert "<svg" in page or "image/png" in page
-    assert not re.search(r"""<(script|link|img)[^>]+(src|href)=["']?https?:""", page)
+
+def test_demo_prints_what_the_executed_notebook_says(demo: Demo) -> None:
+    (summary,) = texts_of(demo.notebook, tag="summary")
+    assert summary in demo.printed
 
 
-@pytest.mark.parametrize("path", [p for p in NOTEBOOKS if p.stem != "00_quickstart"], ids=lambda path: path.stem)
-def test_notebook_runs_top_to_bottom(path: Path, tmp_path: Path) -> None:
-    execute(path, tmp_path)
+def test_equal_results_of_the_two_ranks_fold_in_the_saved_notebook(demo: Demo) -> None:
+    outputs = [output.get("text", "") for cell in demo.notebook.cells for output in cell.get("outputs", ())]
+    text = "".join(outputs)
+    assert "[0-1] 3.0" in text
+    assert "[0] I am rank 0 of 2" in text and "[1] I am rank 1 of 2" in text
 
 
-def test_demo_leaves_notebook_and_page_and_prints_what_they_say(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["demo", "--output", str(tmp_path / "demo")]) == 0
-    printed = capsys.readouterr().out
-    for name in ("00_quickstart.ipynb", "00_quickstart.html"):
-        assert str(tmp_path / "demo" / name) in printed
-        assert (tmp_path / "demo" / name).stat().st_size > 10_000
-    (summary,) = texts_of(nbformat.read(tmp_path / "demo" / "00_quickstart.ipynb", as_version=4), tag="summary")
-    assert summary in printed
+def test_saved_page_shows_the_run_without_kernel_browser_or_internet(demo: Demo) -> None:
+    assert "<svg" in demo.page or "image/png" in demo.page
+    assert not re.search(r"""<(script|link|img)[^>]+(src|href)=["']?https?:""", demo.page)

@@ -114,6 +114,7 @@ def _work(store: str, work: bytes, rank: int, size: int) -> Any:
 
     function, arguments = cloudpickle.loads(work)
     form_group(store, rank, size)
+    dist.barrier()  # a rank whose function is short would leave while the others still connect
     data.seed(0)
     meters.begin_cell("cell 1")
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -131,13 +132,13 @@ def form_group(store: str, rank: int, size: int) -> None:
     from datetime import timedelta
 
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import FileStore
 
     from nbdist.engine import process_group
 
+    store_type: Any = getattr(dist, "FileStore")  # noqa: B009  # torch does not export it by its annotations
     process_group._watch_new_groups()
     dist.init_process_group(
-        "gloo", store=FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=20)
+        "gloo", store=store_type(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=20)
     )
 
 

@@ -204,7 +204,7 @@ def test_a_loader_follows_a_world_of_another_size(monkeypatch):
 
 def test_a_forgotten_set_epoch_is_told_at_the_second_pass():
     numbers = Numbers(8)
-    sampler = DistributedSampler(numbers, 2, 0)
+    sampler: DistributedSampler = DistributedSampler(numbers, 2, 0)
     loader = DataLoader(numbers, sampler=sampler)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -21,7 +21,7 @@ from nbdist.engine.training import Trainer
 from tests.training.models import adamw, apart, loss_fn, net, samples, weights
 from tests.training.ranks import form_group
 
-STEPS = 400
+STEPS = 250
 
 
 def make_trainer(pause=0.0):
@@ -47,7 +47,7 @@ def expected(ranks):
     return ranks.run(undisturbed)[0]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_stop_ends_at_the_same_step_on_all_ranks_and_training_goes_on(ranks, tmp_path, expected, seed):
     def train(seed, folder):
         """The control thread's part in the protocol, with files for the notebook's."""
@@ -80,7 +80,7 @@ def test_stop_ends_at_the_same_step_on_all_ranks_and_training_goes_on(ranks, tmp
         assert apart(zero, expected[0]) == 0.0
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_an_interrupt_anywhere_loses_no_step_and_no_batch(ranks, tmp_path, expected, seed):
     def train(folder):
         rank = dist.get_rank()
@@ -94,18 +94,20 @@ def test_an_interrupt_anywhere_loses_no_step_and_no_batch(ranks, tmp_path, expec
                 trainer.train(STEPS - trainer.global_step)
             except (KeyboardInterrupt, RuntimeError):
                 (folder / f"out-{generation}-{rank}").touch()
+                watcher.join()  # a late cut would hit the next group
                 while not all((folder / f"out-{generation}-{other}").exists() for other in range(2)):
                     time.sleep(0.002)
                 dist.destroy_process_group()
                 generation += 1
                 form_group(str(folder / f"group-{generation}"), rank, 2)
+                trainer._rejoin()  # train() does it too, but the number of steps left is asked for before
         return generation, weights(trainer.model), trainer.epoch, trainer._position
 
     def disturb():
         chance = random.Random(seed)
         for generation in range(3):
             wait_for(tmp_path / f"ready-{generation}-0", tmp_path / f"ready-{generation}-1")
-            time.sleep(0.02 + chance.random() * 0.15)
+            time.sleep(0.02 + chance.random() * 0.1)
             for pid in chance.sample(ranks.pids, 2):
                 os.kill(pid, signal.SIGINT)
                 time.sleep(chance.random() * 0.003)
@@ -151,3 +153,45 @@ def test_an_update_is_not_torn_by_an_interrupt():
     assert [float((a - b).min()) for a, b in zip(weights(model), before, strict=True)] == pytest.approx([1.0] * 4)
     assert trainer.global_step == 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_rank_that_was_cut_off_before_its_update_gets_it_from_the_others(ranks, tmp_path):
+    def trainer_of():
+        model = parallelize(net())
+        optimizer = adamw(model.parameters())
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        loader = distributed_loader(torch.utils.data.TensorDataset(*samples(44)), batch_size=2)
+        return Trainer(model, optimizer, loss_fn, loader, scheduler=scheduler)
+
+    def train(store):
+        trainer = trainer_of()
+        trainer.train(9)
+        rank = dist.get_rank()
+        if rank == 1:
+            update = trainer.optimizer.step
+
+            def interrupted(*_):
+                raise KeyboardInterrupt
+
+            trainer.optimizer.step = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                trainer.train(1)
+            trainer.optimizer.step = update
+        else:
+            trainer.train(1)
+        dist.barrier()
+        dist.destroy_process_group()
+        form_group(store, rank, 2)
+        trainer.train(5)
+        return weights(trainer.model), trainer.global_step, trainer.epoch, trainer._position, trainer.optimizer
+
+    def undisturbed():
+        trainer = trainer_of()
+        trainer.train(15)
+        return weights(trainer.model), 15, trainer.epoch, trainer._position, trainer.optimizer
+
+    whole, _ = ranks.run(undisturbed)
+    for cut in ranks.run(train, str(tmp_path / "second")):
+        assert cut[1:4] == whole[1:4]
+        assert apart(cut[0], whole[0]) == 0.0
+        assert cut[4].param_groups[0]["lr"] == whole[4].param_groups[0]["lr"]

@@ -84,7 +84,7 @@ def test_accumulation_equals_the_big_batch_with_a_short_last_window(ranks, fed):
             from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
             reductions.append(bucket.index())
-            return allreduce_hook(dist.group.WORLD, bucket)
+            return allreduce_hook(state, bucket)
 
         model.register_comm_hook(None, counting)
         optimizer = sgd(model.parameters())

@@ -1,0 +1,103 @@
+"""Clusters that outlive their notebook: written down when they start with ``--keep``, found by ``%cluster attach``."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from nbdist.errors import ClusterError
+from nbdist.profiles import state_home
+
+__all__ = ["AgentLine", "find", "forget", "write_down"]
+
+
+def write_down(name: str, entry: dict[str, Any]) -> None:
+    """Remember a kept cluster under its name, readable by its owner alone."""
+    folder = state_home() / "kept"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = folder / f"{name}.json"
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(entry, file)
+
+
+def forget(name: str) -> None:
+    """Forget a kept cluster that has ended."""
+    (state_home() / "kept" / f"{name}.json").unlink(missing_ok=True)
+
+
+def find(name: str = "") -> tuple[str, dict[str, Any]]:
+    """Give name and entry of a kept cluster that runs: the only one, or the one called ``name``.
+
+    Raises
+    ------
+    ClusterError
+        Naming those that there are, or why this one cannot be used.
+    """
+    running = {}
+    for path in sorted((state_home() / "kept").glob("*.json")):
+        entry = json.loads(path.read_text())
+        if _is_ours(entry):
+            running[path.stem] = entry
+        elif path.stem == name:
+            forget(name)
+            raise ClusterError(f"The kept cluster {name!r} has ended. %cluster start begins anew.")
+        else:
+            forget(path.stem)
+    if name in running:
+        return name, running[name]
+    known = f"Kept: {', '.join(running)}." if running else "No kept cluster runs. Start one with %cluster start --keep."
+    if name:
+        raise ClusterError(f"No kept cluster {name!r}. {known}")
+    if len(running) != 1:
+        raise ClusterError(known if not running else f"Say which one: %cluster attach NAME. {known}")
+    return next(iter(running.items()))
+
+
+def _is_ours(entry: dict[str, Any]) -> bool:
+    """Whether the entry's controller lives, is this user's, and is the process that was written down."""
+    try:
+        process = psutil.Process(entry["controller"])
+        mine = process.uids().real == os.getuid() and os.stat(entry["run_dir"]).st_uid == os.getuid()
+        return mine and abs(process.create_time() - entry["controller_born"]) < 1.0
+    except (psutil.Error, OSError):
+        return False
+
+
+class AgentLine:
+    """A line to the agent of a kept cluster, in the place of the launcher that a later notebook does not have."""
+
+    def __init__(
+        self, run_dir: Path, on_event: Callable[[dict[str, Any]], None], on_end: Callable[[Any], None]
+    ) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        try:
+            self._socket.connect(str(run_dir / "agent.sock"))
+        except OSError as error:
+            self._socket.close()
+            raise ClusterError(f"The node agent of the kept cluster does not answer: {error.strerror}.") from None
+        threading.Thread(target=self._listen, args=(on_event, on_end), name="nbdist-agent", daemon=True).start()
+
+    def tell(self, **command: Any) -> None:
+        """Send one command to the agent."""
+        self._socket.sendall((json.dumps(command) + "\n").encode())
+
+    def close_input(self) -> None:
+        """Tell the agent to end with all its engines."""
+        self.tell(op="stop")
+
+    def hang_up(self) -> None:
+        """Close the line and leave the agent as it is."""
+        self._socket.close()
+
+    def _listen(self, on_event: Callable[[dict[str, Any]], None], on_end: Callable[[Any], None]) -> None:
+        with self._socket.makefile("rb") as reports:
+            for line in reports:
+                on_event(json.loads(line))
+        on_end({})

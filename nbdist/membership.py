@@ -1,0 +1,131 @@
+"""Replace dead ranks, grow and shrink the world; whoever stays keeps process and variables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbdist.errors import ClusterError
+from nbdist.ranks import named
+
+if TYPE_CHECKING:
+    from nbdist.cluster import Cluster
+
+__all__ = ["adopt", "repair", "resize"]
+
+REGISTER_S = 60.0
+
+
+def repair(cluster: Cluster, copy: str | None = None) -> str:
+    """Put an empty rank in the place of each dead one; see ``Cluster.repair``."""
+    world = cluster.world
+    _refuse_while_running(cluster)
+    dead = {rank: engine for rank, engine in enumerate(world.engines) if engine in cluster.deaths}
+    if not dead:
+        if world.broken:
+            world.form()
+            return "The group was formed anew; no rank was lost."
+        return "Nothing to repair: every rank lives and the group is whole."
+    _await_ids(cluster, absent=dead.values())
+    for rank, engine in dead.items():
+        cluster.fork(world.ranks[rank].local_rank, engine)
+    _await_ids(cluster, present=dead.values())
+    world.form()
+    done = f"{named(dead)} replaced by {'an empty one' if len(dead) == 1 else 'empty ones'}"
+    living = [rank for rank in range(world.size) if rank not in dead]
+    if living:
+        done += f"; {named(living)} kept {'its' if len(living) == 1 else 'their'} state"
+    if copy is not None:
+        if not living:
+            raise ClusterError(f"{done}, but no rank is left to copy {copy!r} from.")
+        value = cluster.pull(copy, living[0])
+        cluster.push(dead, **{copy: value})
+        done += f"; {copy} copied from rank {living[0]}"
+    return done + "."
+
+
+def resize(cluster: Cluster, n: int) -> str:
+    """Grow or shrink the world; see ``Cluster.resize``."""
+    from nbdist.cluster import check_size
+    from nbdist.launchers import visible_gpus
+
+    world = cluster.world
+    _refuse_while_running(cluster)
+    check_size(n, visible_gpus(), cluster.backend, cluster.oversubscribe)
+    if any(engine in cluster.deaths for engine in world.engines):
+        raise ClusterError("A rank is dead. First %cluster repair, then %cluster resize.")
+    before = world.size
+    if n == before:
+        return f"The world has {n} ranks already."
+    if n < before:
+        leaving = world.engines[n:]
+        cluster._retired.update(leaving)
+        for engine in leaving:
+            cluster.kill(engine)
+        _await_ids(cluster, absent=leaving)
+    else:
+        joining = [engine for engine in range(n + before) if engine not in world.engines][: n - before]
+        cluster._retired.difference_update(joining)
+        for local_rank, engine in zip(range(before, n), joining, strict=True):
+            cluster.fork(local_rank, engine)
+        _await_ids(cluster, present=joining)
+    cluster.n = n
+    world.form()
+    cluster.telemetry.world_size = n
+    if n < before:
+        return f"The world shrank from {before} to {n} ranks; {named(range(n))} kept their state."
+    return f"The world grew from {before} to {n} ranks; {named(range(before, n))} {'are' if n - before > 1 else 'is'} empty."
+
+
+def adopt(cluster: Cluster, entry: dict[str, Any], deadline: float) -> None:
+    """Connect to a kept cluster and take its world as it is: forming it anew would end what the ranks run."""
+    from nbdist import cells
+    from nbdist.page import Page
+    from nbdist.processes import Found
+    from nbdist.records import RankInfo, from_wire
+
+    cluster.run_dir = Path(entry["run_dir"])
+    cluster._page = Page()
+    cluster._page.closed = True
+    processes = cluster._processes = Found(entry, on_agent=cluster._on_agent, on_agent_end=cluster._on_agent_end)
+    cluster._connect(processes, deadline)
+    client = cluster.client
+    replies = client.ask(client.ids, "who", timeout=max(1.0, deadline - time.monotonic()))
+    infos = {engine: from_wire(RankInfo, reply["info"]) for engine, reply in replies.items() if reply}
+    silent = sorted(set(client.ids) - set(infos))
+    if silent or not infos:
+        raise ClusterError(f"Engines {silent or 'none'} of the kept cluster do not answer. Try again, or start anew.")
+    cluster._engine_pids = {engine: info.pid for engine, info in infos.items()}
+    world = cluster._world = cluster._new_world()
+    world.engines = tuple(sorted(infos, key=lambda engine: infos[engine].rank))
+    world.ranks = tuple(infos[engine] for engine in world.engines)
+    world.generation = max(info.generation for info in infos.values())
+    cluster.n = world.size
+    cluster.telemetry.replay(Path(entry["logs"]) / "runs")
+    busy = {infos[engine].rank: reply["label"] for engine, reply in replies.items() if reply and reply["label"]}
+    if busy:
+        cells.adopt(cluster, busy)
+
+
+def _refuse_while_running(cluster: Cluster) -> None:
+    if cluster.cell is not None:
+        raise ClusterError(f"In[{cluster.cell.label}] still runs on the ranks. First %cluster interrupt.")
+
+
+def _await_ids(cluster: Cluster, *, present: Iterable[int] = (), absent: Iterable[int] = ()) -> None:
+    """Wait until engines have registered, or are known to be gone."""
+    wanted, gone = set(present), set(absent)
+    deadline = time.monotonic() + REGISTER_S
+    with cluster._changed:
+        while not (wanted <= set(cluster.client.ids)) or gone & set(cluster.client.ids):
+            again = [engine for engine in wanted if engine in cluster.deaths]
+            if again:
+                raise ClusterError(
+                    f"The replacement of engine {again[0]} ended while it was starting. See %cluster logs."
+                )
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise ClusterError(f"Engines did not {'register' if wanted else 'leave'} in {REGISTER_S:g} s.")
+            cluster._changed.wait(min(left, 0.1))
