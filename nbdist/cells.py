@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import queue
 import threading
@@ -144,13 +145,14 @@ class Cell:
             future.add_done_callback(lambda done: self._events.put(("reply", rank, done)))
 
         for engine, rank in self.engines.items():
+            hook = functools.partial(expect, rank=rank)
             client.submit(
                 engine,
                 "nbdist.engine.bootstrap:run_cell",
                 self.source,
                 self.label,
                 f"cell {self.label}",
-                hook=lambda future, rank=rank: expect(future, rank),
+                hook=hook,
             )
 
     def pump(self) -> None:
@@ -426,7 +428,7 @@ def current_label() -> int:
     """Give the number of the notebook cell that runs now: ranks call the cell by the same one."""
     from IPython.core.getipython import get_ipython
 
-    shell = get_ipython()  # type: ignore[no-untyped-call]
+    shell = get_ipython()
     # not execution_count: IPython 9 raises it before a cell runs, IPython 8 after
     return int(shell.displayhook.prompt_count) if shell is not None else next(_outside_ipython)
 

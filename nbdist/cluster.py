@@ -146,7 +146,8 @@ class Cluster:
             _active.stop()
         if _active is not None and _active is not self:
             raise ClusterError(
-                f"A cluster of {_active.n} ranks is running already. Replace it with %cluster stop, then %cluster start."
+                f"A cluster of {_active.n} ranks is running already. "
+                "Replace it with %cluster stop, then %cluster start."
             )
         tell = progress or (lambda line: None)
         began = time.monotonic()
@@ -156,16 +157,20 @@ class Cluster:
         except BaseException:
             self.stop()
             raise
+        if self._page is not None:
+            self._page.closed = True  # what comes later is told from other threads
         self.seconds_to_ready = time.monotonic() - began
         atexit.register(self._at_exit)
         return self
 
     def _start(self, tell: Callable[[str], None], deadline: float) -> None:
+        from nbdist.launchers import notices
         from nbdist.page import Page
         from nbdist.processes import Launched
 
         self._page = Page()
-        self._page.closed = True
+        for notice in notices(self.backend):
+            self._page.write(f"nbdist: {notice}\n", "stderr")
         tell("starting the controller")
         self.run_dir = Path(tempfile.mkdtemp(prefix="nbdist-"))
         (self.run_dir / "log").mkdir()
@@ -503,7 +508,7 @@ class Cluster:
             cell.wait()
 
     def debug(self, on: bool) -> None:
-        """Check collectives for op, shape and dtype before they run: a mismatch is an error on every rank, not a hang."""
+        """Check collectives for op, shape and dtype before they run: a mismatch is an error on every rank, no hang."""
         self.world.guarded = on
         futures = [
             self.client.submit(engine, "nbdist.engine.bootstrap:switch_guard", on) for engine in self.world.engines

@@ -125,7 +125,10 @@ def _finished(
             f"{named(waiting)} called {describe(entry)} on a group of {len(entry['ranks']) or 'all'} ranks, and "
             f"{named(finished)} {'is' if len(finished) == 1 else 'are'} past the cell or not in it"
         )
-    advice = "Every rank of the group must make the same collectives: run the cell on all of them, or use ddp.module, a group of its own, or plain Python."
+    advice = (
+        "Every rank of the group must make the same collectives: run the cell on all of them, or use ddp.module, "
+        "a group of its own, or plain Python."
+    )
     return [head, *_waiting_lines(waiting, states), advice]
 
 

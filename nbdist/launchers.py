@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -16,7 +17,7 @@ import psutil
 import traitlets
 from ipyparallel.cluster.launcher import EngineLauncher, LocalControllerLauncher, LocalProcessLauncher
 
-__all__ = ["AgentLauncher", "ControllerLauncher", "visible_gpus"]
+__all__ = ["AgentLauncher", "ControllerLauncher", "clean_environment", "notices", "visible_gpus"]
 
 
 class _Piped(LocalProcessLauncher):  # type: ignore[misc]  # ipyparallel is not typed
@@ -30,7 +31,7 @@ class _Piped(LocalProcessLauncher):  # type: ignore[misc]  # ipyparallel is not 
                 stdin=null if keep and stdout is None else PIPE,
                 stdout=stdout if stdout is not None else log,
                 stderr=log,
-                env={**os.environ, **self.get_env()},
+                env=clean_environment({**os.environ, **self.get_env()}),
                 cwd=self.work_dir,
                 start_new_session=True,
             )
@@ -61,7 +62,7 @@ class _Piped(LocalProcessLauncher):  # type: ignore[misc]  # ipyparallel is not 
 class ControllerLauncher(_Piped, LocalControllerLauncher):  # type: ignore[misc]  # ipyparallel is not typed
     """ipyparallel's controller, under our watch."""
 
-    controller_cmd = [sys.executable, "-m", "nbdist.controller"]
+    controller_cmd = traitlets.List([sys.executable, "-m", "nbdist.controller"])
 
     def start(self) -> None:
         self.popen(stdout=None)
@@ -112,6 +113,38 @@ class AgentLauncher(_Piped, EngineLauncher):  # type: ignore[misc]  # ipyparalle
                 event = json.loads(line)
                 if self.on_event is not None:
                     self.on_event(event)
+
+
+STALE = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Give the environment of engines: without the rank of some other job that the notebook itself may be part of."""
+    return {k: v for k, v in environment.items() if k not in STALE and not k.startswith("TORCHELASTIC_")}
+
+
+def notices(backend: str) -> list[str]:
+    """Give one line for each of the user's settings that is not passed on to the ranks as it is."""
+    found = []
+    stale = [name for name in STALE if name in os.environ]
+    if stale:
+        found.append(f"{', '.join(stale)} of the notebook's environment ignored: the ranks get their own.")
+    if backend == "gloo" and os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        found.append(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL lowered to INFO on the ranks: with it, building DDP on gloo ends the "
+            "process. %cluster debug on checks collectives instead."
+        )
+    return found
 
 
 def visible_gpus() -> int:

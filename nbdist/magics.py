@@ -70,12 +70,14 @@ def _cell_parser(prog: str) -> _Parser:
 
 
 @magics_class
-class ClusterMagics(Magics):  # type: ignore[misc]  # IPython is not typed
+class ClusterMagics(Magics):
     """``%cluster``, ``%%distributed``, ``%push``, ``%pull``, ``%train``, ``%dashboard``."""
+
+    shell: Any
 
     @line_magic
     def cluster(self, line: str) -> Any:
-        """Start, look at and stop the cluster: ``%cluster start -n 2``, ``status``, ``logs``, ``interrupt``, ``stop``."""
+        """Start, look at, mend and stop the cluster: ``%cluster start -n 2``, ``status``, ``repair``, ``stop`` …"""
         from nbdist import cluster as clusters
 
         options = vars(_cluster_parser().parse_args(shlex.split(line)))
@@ -119,7 +121,7 @@ class ClusterMagics(Magics):  # type: ignore[misc]  # IPython is not typed
 
     @line_cell_magic
     def distributed(self, line: str, cell: str | None = None) -> Any:
-        """Run a cell on the ranks: ``%%distributed [--ranks 0,2-3] [--local] [--timeout S] [--detach] [--output fold]``.
+        """Run a cell on the ranks: ``%%distributed [--ranks 0,2-3] [--local] [--timeout S] [--detach] [--output all]``.
 
         As a line, ``%distributed rank * 2`` gives the value of an expression on each rank.
         """

@@ -76,7 +76,8 @@ def resize(cluster: Cluster, n: int) -> str:
     cluster.telemetry.world_size = n
     if n < before:
         return f"The world shrank from {before} to {n} ranks; {named(range(n))} kept their state."
-    return f"The world grew from {before} to {n} ranks; {named(range(before, n))} {'are' if n - before > 1 else 'is'} empty."
+    new = range(before, n)
+    return f"The world grew from {before} to {n} ranks; {named(new)} {'are' if len(new) > 1 else 'is'} empty."
 
 
 def adopt(cluster: Cluster, entry: dict[str, Any], deadline: float) -> None:

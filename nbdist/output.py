@@ -214,14 +214,14 @@ class Output:
             yield ranks, item
 
     def _choose(self, heads: dict[int, _Item]) -> tuple[int, tuple[int, ...]]:
-        """Choose the line to show next: one that no other rank has further back, so that it can still be folded there."""
+        """Choose the line to show next: one that no other rank has further back, where it could still be folded."""
         if self.mode == "all":
             rank = min(heads, key=lambda r: (heads[r].at, r))
             return rank, (rank,)
         groups: dict[str, list[int]] = {}
         for rank, item in heads.items():
             groups.setdefault(item.key, []).append(rank)
-        # of the lines that nobody else has further back, the one of the rank that is least far: the others' may come yet
+        # of the lines that nobody else has further back, that of the rank that is least far: the others' may come yet
         alone = [
             ranks
             for key, ranks in groups.items()

@@ -20,7 +20,7 @@ class Page:
     def __init__(self) -> None:
         from IPython.core.getipython import get_ipython
 
-        self._shell = get_ipython()  # type: ignore[no-untyped-call]
+        self._shell = get_ipython()
         self._kernel = getattr(self._shell, "kernel", None)
         self._thread = threading.current_thread()
         self._parent = self._kernel.get_parent("shell") if self._kernel is not None else None
@@ -67,5 +67,5 @@ class Page:
             self._send(kind, {"data": data, "metadata": metadata, "transient": {"display_id": display_id}})
 
     def _send(self, kind: str, content: dict[str, Any]) -> None:
-        kernel = self._kernel
+        kernel: Any = self._kernel
         kernel.session.send(kernel.iopub_socket, kind, content, parent=self._parent, ident=kind.encode())

@@ -13,7 +13,7 @@ from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter
 from bokeh.plotting import figure
 from bokeh.settings import settings
 
-__all__ = ["GREY", "bokehjs", "bokehjs_version", "color_of", "panel", "title_of"]
+__all__ = ["GREY", "bokehjs", "bokehjs_version", "color_of", "panel", "ranks_of", "title_of"]
 
 # Okabe-Ito: told apart with any colour vision, on light and dark
 PALETTE = ("#2F8CCB", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
@@ -39,6 +39,13 @@ def title_of(series: str) -> tuple[str, str]:
     }.get(series, (series, series))
 
 
+def ranks_of(series: str, world_size: int) -> str:
+    """Whose values a curve shows."""
+    if world_size == 1:
+        return "1 rank"
+    return f"all {world_size} ranks together" if series == "samples_per_s" else f"mean of {world_size} ranks"
+
+
 def color_of(series: str) -> str:
     """The colour of a curve, the same in the live figure and in the saved picture."""
     return PALETTE[{"loss": 0, "samples_per_s": 2}.get(series, 3)]
@@ -57,8 +64,8 @@ def panel(series: str, world_size: int) -> dict[str, Any]:
     Returns
     -------
     dict
-        `series`, `title`, and `item`: the figure as bokeh's JSON, with an empty source named "points" whose columns x,
-        mean, low and high the page fills.
+        `series`, `title`, `legend` (line or band, colour, text) and `item`: the figure as bokeh's JSON, with an empty
+        source named "points" whose columns x, mean, low and high the page fills.
     """
     title, label = title_of(series)
     source = ColumnDataSource({"x": [], "mean": [], "low": [], "high": []}, name="points")
@@ -86,22 +93,17 @@ def panel(series: str, world_size: int) -> dict[str, Any]:
     plot.grid.grid_line_color = GREY
     plot.grid.grid_line_alpha = 0.2
     plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
+    # The legend is the page's: BokehJS 3.9 forgets the swatches of a figure that began without points
+    legend = [("line", color, ranks_of(series, world_size))]
     if series == "samples_per_s":
         plot.yaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
         plot.y_range.start = 0
-        legend = f"all {world_size} ranks together" if world_size > 1 else "1 rank"
-    else:
-        legend = f"mean of {world_size} ranks (band: lowest to highest)" if world_size > 1 else "1 rank"
-        if world_size > 1:
-            # no legend entry of its own: BokehJS 3.9 draws no swatches in a legend that holds an area
-            plot.varea("x", "low", "high", source=source, fill_color=color, fill_alpha=0.25)
-    line = plot.line("x", "mean", source=source, line_color=color, line_width=2, legend_label=legend)
+    elif world_size > 1:
+        legend.append(("band", color, "lowest to highest rank"))
+        plot.varea("x", "low", "high", source=source, fill_color=color, fill_alpha=0.25)
+    line = plot.line("x", "mean", source=source, line_color=color, line_width=2)
     tips = [("step", "@x{0,0}"), (label, "@mean{0.[0000]}")]
     if series != "samples_per_s":
         tips.append(("ranks", "@low{0.[0000]} to @high{0.[0000]}"))
     plot.add_tools(HoverTool(renderers=[line], tooltips=tips, mode="vline"))
-    plot.legend.background_fill_alpha = 0
-    plot.legend.border_line_color = None
-    plot.legend.label_text_color = GREY
-    plot.legend.location = "top_right" if series == "loss" else "bottom_right"
-    return {"series": series, "title": f"{title} by step", "item": json_item(plot)}
+    return {"series": series, "title": title, "legend": legend, "item": json_item(plot)}

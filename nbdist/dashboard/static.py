@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nbdist.dashboard.panels import GREY, color_of, title_of
+from nbdist.dashboard.panels import GREY, color_of, ranks_of, title_of
 from nbdist.runs import Run
 from nbdist.telemetry import Telemetry, summary
 
@@ -173,10 +173,15 @@ def _plot(run: Run, name: str, x0: float, y0: float, shapes: list[_Shape], texts
             texts.append(_Text(x=at_x(tick), y=bottom + 15, text=f"{tick:,.0f}"))
     shapes.append(_Shape(points=((left, top), (left, bottom), (right, bottom)), color=GREY))
     title, axis = title_of(name)
-    ranks = f"mean of {run.world_size} ranks" if run.world_size > 1 else "1 rank"
-    if name == "samples_per_s":
-        ranks = f"all {run.world_size} ranks together" if run.world_size > 1 else "1 rank"
-    texts.append(_Text(x=left, y=y0 + 15, text=f"{title} · {run.name} · {ranks}"[:60], anchor="start", size=12))
+    texts.append(
+        _Text(
+            x=left,
+            y=y0 + 15,
+            text=f"{title} · {run.name} · {ranks_of(name, run.world_size)}"[:60],
+            anchor="start",
+            size=12,
+        )
+    )
     texts.append(_Text(x=(left + right) / 2, y=bottom + 32, text="step"))
     texts.append(_Text(x=x0 + 14, y=(top + bottom) / 2, text=axis[:24], turned=True))
     if name != "samples_per_s" and run.world_size > 1:

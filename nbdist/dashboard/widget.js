@@ -172,17 +172,26 @@ function render({ model, el }) {
   };
   const build = async () => {
     const bokeh = await slot(points.version).promise;
-    for (const { series, title: label, item } of JSON.parse(model.get("figures"))) {
+    for (const { series, title: label, legend, item } of JSON.parse(model.get("figures"))) {
       if (closed) return;
       if (figures.has(series)) continue;
       const figure = { node: element("div", "nbdist-plot") };
       figures.set(series, figure);
-      figure.node.setAttribute("role", "img");
-      figure.node.setAttribute("aria-label", label);
       figure.node.hidden = true;
+      const caption = element("div", "nbdist-legend");
+      caption.append(element("strong", "", label));
+      for (const [kind, color, text] of legend) {
+        const swatch = element("span", `nbdist-swatch nbdist-${kind}`);
+        swatch.style.background = color;
+        caption.append(swatch, text);
+      }
+      const canvas = element("div");
+      canvas.setAttribute("role", "img");
+      canvas.setAttribute("aria-label", `${label} by step`);
+      figure.node.append(caption, canvas);
       plots.append(figure.node);
       figure.bokeh = bokeh;
-      figure.views = await bokeh.embed.embed_item(item, figure.node);
+      figure.views = await bokeh.embed.embed_item(item, canvas);
       figure.document = figure.views.roots[0].model.document;
       figure.source = figure.document.get_model_by_name("points");
     }

@@ -201,13 +201,7 @@ def preload() -> None:
     """Import once what each engine would import again; the forks share the pages."""
     import ipyparallel.engine.app
     import ipyparallel.engine.nanny  # noqa: F401
-    import torch
-    import torch.distributed
-    import torch.nn.functional
-    import torch.nn.parallel
 
-    import nbdist.engine.control  # noqa: F401
-    import nbdist.engine.rank_engine
     from nbdist.engine.bars import use_text_bars
 
     use_text_bars()

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import FileStore, PrefixStore, _dump_fr_trace  # type: ignore[attr-defined]
 
 from nbdist.errors import WorldError
 from nbdist.records import RankInfo
@@ -92,8 +93,8 @@ def join(
     if where.type == "cuda":
         torch.cuda.set_device(where)
     _watch_new_groups()
-    file_store = dist.FileStore(store, world_size)
-    prefixed = dist.PrefixStore(f"gen{generation}", file_store)
+    file_store = FileStore(store, world_size)
+    prefixed = PrefixStore(f"gen{generation}", file_store)
     _stores[:] = [file_store, prefixed]
     dist.init_process_group(
         backend,
@@ -153,7 +154,7 @@ def device(local_rank: int, backend: str = "") -> torch.device:
 
 
 def leave() -> None:
-    """Leave the current group, if there is one. Whoever still holds it (a DDP object) gets an error at once, no wait."""
+    """Leave the current group, if there is one. Whoever still holds it (a DDP object) gets an error at once."""
     if not dist.is_initialized():
         return
     cut()
@@ -211,7 +212,9 @@ def collectives(since_ns: int) -> dict[str, dict[str, Any]]:
     if not dist.is_initialized():
         return {}
     entries = pickle.loads(c10d_dump(includeCollectives=True, includeStackTraces=False)).get("entries", [])
-    members = {name: dist.get_process_group_ranks(group) for group, name in c10d._world.pg_names.items()}
+    members: dict[str, list[int]] = {
+        name: dist.get_process_group_ranks(group) for group, name in c10d._world.pg_names.items()
+    }
     last: dict[str, dict[str, Any]] = {}
     counts: dict[tuple[str, str], int] = {}
     for entry in entries:
@@ -247,13 +250,13 @@ def _number_default_group(new: set[int]) -> None:
     if len(new) == 1:
         number = new.pop()
         _names.clear()
-        _names[number] = c10d._world.pg_names[dist.group.WORLD]
+        _names[number] = c10d._get_default_group().group_name
         _made = number + 1
 
 
 def c10d_dump(**options: bool) -> bytes:
     """Read torch's Flight Recorder (the same memory serves NCCL and gloo)."""
-    dump: Callable[..., bytes] = torch._C._distributed_c10d._dump_fr_trace
+    dump: Callable[..., bytes] = _dump_fr_trace
     return dump(**options)
 
 

@@ -39,8 +39,8 @@ class Running:
 
 CELL: Running | None = None
 STALE = (
-    "This object (a DDP model, or a group) belongs to an earlier generation of the process group, which was formed anew "
-    "since. Wrap the model again: model = nbdist.parallelize(model)."
+    "This object (a DDP model, or a group) belongs to an earlier generation of the process group, which was formed "
+    "anew since. Wrap the model again: model = nbdist.parallelize(model)."
 )
 
 LAST_BEGAN_NS = 0

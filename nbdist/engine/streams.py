@@ -16,7 +16,7 @@ BURST_BYTES = 16 * 2**20
 RATE_BYTES_PER_S = 4 * 2**20
 
 
-class RankStream(OutStream):  # type: ignore[misc]  # ipykernel is not typed
+class RankStream(OutStream):
     """What a rank's ``print`` writes to.
 
     ipykernel's stream would put a pipe on descriptors 1 and 2, and what a dying process wrote there would be lost with
@@ -27,16 +27,15 @@ class RankStream(OutStream):  # type: ignore[misc]  # ipykernel is not typed
     flush_interval = 0.05
 
     def __init__(self, session: Any, pub_thread: Any, name: str) -> None:
-        super().__init__(session, pub_thread, name, watchfd=False)
+        super().__init__(session, pub_thread, name, watchfd=False)  # type: ignore[no-untyped-call]
         self._budget = float(BURST_BYTES)
         self._budget_at = time.monotonic()
 
-    def write(self, string: str) -> int | None:
+    def write(self, string: str) -> int:
         self._budget -= len(string)
         if self._budget < 0:
             self._wait_for_budget()
-        written: int | None = super().write(string)
-        return written
+        return super().write(string) or 0
 
     def _wait_for_budget(self) -> None:
         now = time.monotonic()
@@ -46,7 +45,7 @@ class RankStream(OutStream):  # type: ignore[misc]  # ipykernel is not typed
             time.sleep(min(1.0, -self._budget / RATE_BYTES_PER_S))
 
 
-def follow_descriptors(log: Path, local_rank: int, streams: dict[str, OutStream], every: float = 0.1) -> None:
+def follow_descriptors(log: Path, local_rank: int, streams: dict[str, Any], every: float = 0.1) -> None:
     """Forward what libraries and child processes write to descriptors 1 and 2 into the rank's streams."""
 
     def follow() -> None:

@@ -38,8 +38,10 @@ def serve(folder: Path, app: str = "lab") -> Iterator[Server]:
     root.mkdir()
     _settings(folder / "settings")
     port, token = _free_port(), secrets.token_hex(8)
+    _kernels(folder / "jupyter")
     environ = {
         **os.environ,
+        "JUPYTER_PATH": str(folder / "jupyter"),
         "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
         "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"),
         "OMP_NUM_THREADS": "1",
@@ -185,6 +187,24 @@ def _settings(folder: Path) -> None:
         path = folder / "@jupyterlab" / plugin / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(values))
+
+
+def other_ipykernels() -> list[str]:
+    """Further versions to test with: folders from `pip install --no-deps --target DIR ipykernel==…`, by variable."""
+    return list(filter(None, os.environ.get("NBDIST_TEST_IPYKERNELS", "").split(os.pathsep)))
+
+
+def _kernels(folder: Path) -> None:
+    for path in other_ipykernels():
+        spec = {
+            "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+            "display_name": f"ipykernel {Path(path).name}",
+            "language": "python",
+            "env": {"PYTHONPATH": os.pathsep.join((path, str(ROOT)))},
+        }
+        file = folder / "kernels" / f"ipykernel-{Path(path).name}" / "kernel.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(spec))
 
 
 def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path, timeout: float = 60) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import nbformat
+import pytest
+
+from tests.browser.lab import other_ipykernels
 
 SETUP = """
 from tests.browser.feed import FeedCluster
@@ -45,6 +49,7 @@ def test_the_curve_moves_while_the_cell_runs_and_stop_ends_it(lab):
     assert late["last"]["loss"] > early["last"]["loss"]
     assert late["gaps"] == 0
     assert drawn_pixels(lab) > 1000
+    assert "mean of 2 ranks" in lab.page.locator(".nbdist-legend").first.text_content()
     shoot(lab, "light")
     lab.page.get_by_role("button", name="Stop", exact=True).click()
     lab.wait_cell(2, timeout=5)
@@ -187,3 +192,18 @@ def test_the_panel_works_in_notebook_7(notebook7):
     notebook7.page.get_by_role("button", name="Stop", exact=True).click()
     notebook7.wait_cell(2, timeout=5)
     notebook7.page.wait_for_selector(".jp-RenderedHTMLCommon img")
+
+
+@pytest.mark.parametrize("kernel", [f"ipykernel-{Path(path).name}" for path in other_ipykernels()])
+def test_curve_and_stop_work_in_a_busy_cell_of_other_kernels(lab, kernel):
+    run = "try:\n    print(cluster.train(3000))\nexcept KeyboardInterrupt:\n    cluster.request_stop(); print('interrupted')"
+    lab.open("import ipykernel; print(ipykernel.__version__)", SETUP, SHOW, run, kernel=kernel)
+    lab.run(0, 1)
+    assert lab.text(0).strip() == kernel.removeprefix("ipykernel-")
+    # the panel and the busy cell at once, as Run All has them: a kernel without subshells hears nothing of the page
+    lab.start(2)
+    lab.start(3)
+    lab.wait_panel("p.drawn.loss > 50")
+    lab.page.get_by_role("button", name="Stop", exact=True).click()
+    lab.wait_cell(3, timeout=6)
+    assert lab.text(3).strip() in ("interrupted", *map(str, range(3000)))

@@ -107,7 +107,7 @@ def test_equal_output_of_ranks_folds_to_one_line(four: Ranks) -> None:
 def test_unequal_output_stands_under_its_ranks(four: Ranks) -> None:
     for rank in range(4):
         four.say(rank, f"{rank % 2}\n")
-    assert four.wait(0) == ["[0,2] 0", "[1,3] 1"]
+    assert four.end() == ["[0,2] 0", "[1,3] 1"]
 
 
 def test_a_line_waits_a_moment_for_the_other_ranks(two: Ranks) -> None:
@@ -252,7 +252,7 @@ def test_a_bar_as_tqdm_draws_it_ends_as_one_line(two: Ranks) -> None:
             two.wait(0.02)
     lines = two.end()
     assert len(lines) == 2
-    assert all(re.fullmatch(rf"\[{rank}\] 100%\|█+\| 200/200 \[.*\]", lines[rank]) for rank in (0, 1))
+    assert all(re.fullmatch(rf"\[{rank}\] 100%\|#+\| 200/200 \[.*\]", lines[rank]) for rank in (0, 1))
 
 
 def test_a_bar_that_takes_itself_away_leaves_nothing(two: Ranks) -> None:
