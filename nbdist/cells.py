@@ -401,17 +401,30 @@ def run(
 
 
 def train(
-    cluster: Cluster, steps: int | None, *, epochs: float | None = None, name: str = "trainer", detach: bool = False
+    cluster: Cluster,
+    steps: int | None,
+    *,
+    epochs: float | None = None,
+    name: str = "trainer",
+    checkpoint_every: int | None = None,
+    checkpoint_dir: str | None = None,
+    detach: bool = False,
 ) -> Cell:
     """Run ``trainer.train(steps)`` on every rank."""
     if (steps is None) == (epochs is None):
         raise ValueError("Give a number of steps, or epochs: %train 500, or %train --epochs 2.")
     if steps is not None and steps < 1:
         raise ValueError(f"%train {steps}: at least one step.")
+    if epochs is not None and not epochs > 0:
+        raise ValueError(f"%train --epochs {epochs:g}: more than none.")
+    if (checkpoint_every is None) != (checkpoint_dir is None):
+        raise ValueError("Checkpoints need both: --checkpoint-every K and --checkpoint-dir DIR.")
     if not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(f"{name!r} is not the name of a Trainer.")
-    call = f"{name}.train({steps})" if steps is not None else f"{name}.train(epochs={epochs})"
-    return run(cluster, f"{call};", tuple(range(cluster.world_size)), detach=detach)
+    arguments = [str(steps) if steps is not None else f"epochs={epochs}"]
+    if checkpoint_every is not None:
+        arguments.append(f"checkpoint_every={checkpoint_every}, checkpoint_dir={checkpoint_dir!r}")
+    return run(cluster, f"{name}.train({', '.join(arguments)});", tuple(range(cluster.world_size)), detach=detach)
 
 
 def adopt(cluster: Cluster, busy: Mapping[int, str]) -> Cell:

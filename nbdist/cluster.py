@@ -471,12 +471,33 @@ class Cluster:
         return values.pull(self, name, ranks)
 
     def train(
-        self, steps: int | None = None, *, epochs: float | None = None, name: str = "trainer", detach: bool = False
+        self,
+        steps: int | None = None,
+        *,
+        epochs: float | None = None,
+        name: str = "trainer",
+        checkpoint_every: int | None = None,
+        checkpoint_dir: str | None = None,
+        detach: bool = False,
     ) -> Cell:
-        """Run synchronized steps of the Trainer called ``name`` on every rank; it goes on from where it was."""
+        """Run synchronized steps of the Trainer called ``name`` on every rank; it goes on from where it was.
+
+        Examples
+        --------
+        >>> cluster.train(500)
+        >>> cluster.train(epochs=2, checkpoint_every=100, checkpoint_dir="checkpoints")
+        """
         from nbdist import cells
 
-        return cells.train(self, steps, epochs=epochs, name=name, detach=detach)
+        return cells.train(
+            self,
+            steps,
+            epochs=epochs,
+            name=name,
+            checkpoint_every=checkpoint_every,
+            checkpoint_dir=checkpoint_dir,
+            detach=detach,
+        )
 
     def status(self) -> Status:
         """What each rank does now; answers while ranks are busy."""

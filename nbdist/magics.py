@@ -183,9 +183,14 @@ class ClusterMagics(Magics):
         parser.add_argument("steps", nargs="?", type=int)
         parser.add_argument("--epochs", type=float)
         parser.add_argument("--name", default="trainer")
+        parser.add_argument("--checkpoint-every", type=int)
+        parser.add_argument("--checkpoint-dir")
         parser.add_argument("--detach", action="store_true")
         options = parser.parse_args(shlex.split(line))
-        ran = require().train(options.steps, epochs=options.epochs, name=options.name, detach=options.detach)
+        try:
+            ran = require().train(**vars(options))
+        except ValueError as error:
+            raise UsageError(str(error)) from None
         return ran if options.detach else None
 
     @line_magic

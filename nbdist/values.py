@@ -103,5 +103,7 @@ def _unpicklable(names: Mapping[str, Any], error: Exception) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+    # an error of a rank comes as ipyparallel's RemoteError, which holds the rank's own
+    name = getattr(error, "ename", type(error).__name__)
+    text = str(getattr(error, "evalue", error)).strip()
+    return f"{name}: {text.splitlines()[0]}" if text else str(name)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbdist import wire
-from nbdist.engine import control, guard, process_group, runner
+from nbdist.engine import control, guard, parallel, process_group, runner
 from nbdist.records import to_wire
 
 __all__ = ["identify", "join_world", "pull", "push", "run_cell", "switch_guard"]
@@ -35,6 +35,7 @@ def join_world(**spec: Any) -> dict[str, Any]:
     os.environ.update(spec.pop("environment", {}))
     guard.switch(spec.pop("guarded", False))
     info = process_group.join(**spec)
+    parallel.follow_group()
     control.start_meters(info.rank, info.world_size)
     import nbdist
 

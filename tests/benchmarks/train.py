@@ -1,7 +1,8 @@
 """Steps per second with telemetry on and the panel open, against the same loop in a bare ``torchrun`` script.
 
 Both sides take their time between the end of the first and the end of the last of the measured steps, on rank 0. The
-runs of the script and of the notebook alternate; while one trains, the other is not there or idle.
+runs of the script and of the notebook alternate; while one trains, the other is not there or idle. The processor time
+of rank 0 for a step is given beside: on a machine that does other work too it is the steadier figure.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -49,10 +51,11 @@ while step < {warm} + {steps}:
         optimizer.zero_grad()
         step += 1
         if step == {warm} + 1:
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
         if step == {warm} + {steps}:
             if dist.get_rank() == 0:
-                print("RESULT", ({steps} - 1) / (time.perf_counter() - began), flush=True)
+                taken, cpu = time.perf_counter() - began, time.process_time() - cpu
+                print("RESULT", ({steps} - 1) / taken, cpu / ({steps} - 1), flush=True)
             break
     epoch += 1
 dist.destroy_process_group()
@@ -70,9 +73,12 @@ loader = nbdist.distributed_loader(work.dataset, batch_size=work.batch_size)
 trainer = nbdist.Trainer(model, optimizer, F.cross_entropy, loader)
 """
 
+TRAIN = "%train {steps}"
+
 OWN_LOOP = """%%distributed
 import itertools
-for inputs, targets in itertools.islice(nbdist.track(loader), {steps}):
+epochs = itertools.chain.from_iterable(itertools.repeat(loader))
+for inputs, targets in nbdist.track(itertools.islice(epochs, {steps})):
     loss = F.cross_entropy(model(inputs), targets)
     loss.backward()
     optimizer.step()
@@ -86,47 +92,80 @@ frame = frame[(frame.run == frame.run.iloc[-1]) & (frame["rank"] == 0)].sort_val
 print("RESULT", (len(frame) - 1) / (frame.time.iloc[-1] - frame.time.iloc[0]), frame.step.max() - frame.step.min() + 1)
 """
 
+CPU = """%%distributed --ranks 0
+import time
+print("RESULT", time.process_time())
+"""
 
-def torchrun(script: Path, env: Mapping[str, str]) -> float:
+
+def results(text: str) -> list[float]:
+    """Give the numbers that a cell or a script printed after RESULT."""
+    return [float(word) for word in text.split("RESULT", 1)[1].split("\n")[0].split()]
+
+
+class Side:
+    """One side of the comparison: called, it gives steps/s; the processor time of a step it keeps."""
+
+    def __init__(self, measure: Callable[[], Sequence[float]]) -> None:
+        self._measure = measure
+        self.cpu: list[float] = []
+
+    def __call__(self) -> float:
+        rate, cpu = self._measure()
+        self.cpu.append(cpu)
+        return rate
+
+
+def torchrun(script: Path, env: Mapping[str, str]) -> Sequence[float]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", str(script)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **env})
     if ran.returncode:
         raise RuntimeError(ran.stderr[-2000:])
-    return float(ran.stdout.split("RESULT", 1)[1].split()[0])
+    return results(ran.stdout)
+
+
+def notebook(kernel: Kernel, cell: str, steps: int) -> Sequence[float]:
+    (before,) = results(kernel.check(CPU).text)
+    kernel.check(cell.format(steps=steps), timeout=300)
+    (after,) = results(kernel.check(CPU).text)
+    rate, counted = results(kernel.check(RATE.format(steps=steps)).text)
+    assert counted == steps, f"{counted:.0f} of {steps} steps are in the telemetry"
+    return rate, (after - before) / steps
 
 
 def run(repeats: int = 7) -> Table:
     table = Table(
         f"train: steps/s on {RANKS} gloo ranks, panel open (median, range)",
-        ["workload", "torchrun", "%train", "ratio"],
+        ["workload", "side", "steps/s", "CPU per step on rank 0", "steps/s against torchrun", "CPU against torchrun"],
     )
-    with TemporaryDirectory(prefix="bench-") as home, Kernel(cwd=home, env=private(Path(home))) as kernel:
+    with TemporaryDirectory(prefix="bench-") as folder, Kernel(cwd=folder, env=private(Path(folder))) as kernel:
+        home = Path(folder)
         kernel.check(f"%load_ext nbdist\ncluster = %cluster start -n {RANKS} --backend gloo", timeout=120)
         kernel.check("%dashboard")
-
-        def notebook(steps: int) -> float:
-            kernel.check(f"%train {steps}", timeout=300)
-            rate, counted = kernel.check(RATE.format(steps=steps)).text.split("RESULT", 1)[1].split()[:2]
-            assert int(counted) == steps, f"{counted} of {steps} steps are in the telemetry"
-            return float(rate)
-
         for name, steps in STEPS.items():
-            script = Path(home) / f"{name}_train.py"
+            script = home / f"{name}_train.py"
             script.write_text(SCRIPT.format(root=str(ROOT), name=name, warm=WARM, steps=steps))
             kernel.check(SETUP.format(root=str(ROOT), name=name), timeout=120)
-            notebook(WARM)
-            values = interleave(
-                {"torchrun": lambda s=script: torchrun(s, private(Path(home))), "nbdist": lambda n=steps: notebook(n)},  # type: ignore[misc]
-                repeats,
-            )
-            table.add(
-                name,
-                spread(values["torchrun"], "steps/s"),
-                spread(values["nbdist"], "steps/s"),
-                table.verdict(median(values["nbdist"]) / median(values["torchrun"]), at_least=0.98),
-            )
+            notebook(kernel, TRAIN, WARM)
+            notebook(kernel, OWN_LOOP, WARM)
+            sides = {
+                "torchrun": Side(partial(torchrun, script, private(home))),
+                "%train": Side(partial(notebook, kernel, TRAIN, steps)),
+                "track and log": Side(partial(notebook, kernel, OWN_LOOP, steps)),
+            }
+            values = interleave(sides, repeats)
+            for side, measured in sides.items():
+                cpu = median(measured.cpu)
+                ratio = median(values[side]) / median(values["torchrun"])
+                table.add(
+                    name,
+                    side,
+                    spread(values[side], "steps/s"),
+                    f"{1e3 * cpu:.2f} ms",
+                    "" if side == "torchrun" else table.verdict(ratio, at_least=0.98),
+                    "" if side == "torchrun" else f"{cpu / median(sides['torchrun'].cpu):.3f}",
+                )
         kernel.check("%cluster stop", timeout=60)
-    table.notes.append(
-        f"{repeats} runs of each, alternating; {STEPS['digits']} and {STEPS['gpt']} steps a run after {WARM}"
-    )
+    counts = f"{STEPS['digits']} and {STEPS['gpt']} steps a run after {WARM}"
+    table.notes.append(f"{repeats} runs of each, alternating; {counts}")
     return table

@@ -196,7 +196,7 @@ def test_the_panel_works_in_notebook_7(notebook7):
 
 @pytest.mark.parametrize("kernel", [f"ipykernel-{Path(path).name}" for path in other_ipykernels()])
 def test_curve_and_stop_work_in_a_busy_cell_of_other_kernels(lab, kernel):
-    run = "try:\n    print(cluster.train(3000))\nexcept KeyboardInterrupt:\n    cluster.request_stop(); print('interrupted')"
+    run = "try: print(cluster.train(3000))\nexcept KeyboardInterrupt: cluster.request_stop(); print('interrupted')"
     lab.open("import ipykernel; print(ipykernel.__version__)", SETUP, SHOW, run, kernel=kernel)
     lab.run(0, 1)
     assert lab.text(0).strip() == kernel.removeprefix("ipykernel-")

@@ -116,8 +116,9 @@ def test_local_runs_the_cell_in_the_notebook_too(shared_notebook: Kernel) -> Non
 
 
 def test_a_local_cell_that_fails_is_a_failed_cell(shared_notebook: Kernel) -> None:
-    cell = fails(shared_notebook, "%%distributed --local\nnbdist.rank_info")
-    assert cell.error[0] == "NameError"  # the notebook has imported no nbdist
+    cell = fails(shared_notebook, "%%distributed --local\nworld_size")
+    assert cell.error == ("NameError", "name 'world_size' is not defined")
+    assert "[0-1] 2" in cell.text
 
 
 def test_nothing_is_put_into_the_notebooks_namespace(shared_notebook: Kernel) -> None:
@@ -141,7 +142,8 @@ def test_values_that_were_shown_are_not_kept_on_the_ranks(shared_notebook: Kerne
 def test_a_traceback_names_the_notebooks_cell_and_line(shared_notebook: Kernel) -> None:
     cell = fails(shared_notebook, "%%distributed\nx = 1\ndef step():\n    raise KeyError('label')\n\nstep()")
     number = cell.reply["execution_count"]
-    assert cell.error == ("DistributedError", "rank 0: KeyError: 'label'")
+    assert cell.error[0] == "DistributedError"
+    assert re.fullmatch(r"rank \d: KeyError: 'label'", cell.error[1])
     assert cell.text.startswith("ranks 0-1 failed\n")
     assert f"Cell In[{number}], line 6" in cell.text
     assert f"Cell In[{number}], line 4" in cell.text
@@ -214,7 +216,9 @@ def test_a_rank_that_waits_in_a_collective_is_released_when_another_fails(shared
     before = pids(shared_notebook)
     cell = fails(
         shared_notebook,
-        '%%distributed\nkept = 123\nif rank == 1: raise ValueError("bad batch")\ndist.all_reduce(torch.ones(1))',
+        "%%distributed\nkept = 123; import time\n"
+        'if rank == 1: time.sleep(0.5); raise ValueError("bad batch")\n'
+        "dist.all_reduce(torch.ones(1))",
     )
     assert cell.text.startswith("rank 1 failed\n")
     assert "ValueError: bad batch" in cell.text
@@ -262,7 +266,8 @@ def test_what_asks_a_person_never_hangs_a_rank(shared_notebook: Kernel, code: st
 
 
 @pytest.mark.parametrize(
-    "code", ["import time; time.sleep(60)", "import time\nif rank == 0: dist.all_reduce(torch.ones(1))\nelse: time.sleep(60)"]
+    "code",
+    ["import time; time.sleep(60)", "import time\nif rank == 0: dist.all_reduce(torch.ones(1))\nelse: time.sleep(60)"],
 )
 def test_a_timeout_brings_the_ranks_back(shared_notebook: Kernel, code: str) -> None:
     before = pids(shared_notebook)
@@ -396,7 +401,8 @@ def test_a_rank_that_is_killed_in_a_cell_ends_it_and_is_named(notebook: Kernel) 
     cell = notebook.run("%%distributed\nimport time; time.sleep(60)", timeout=30, actions=[(1, kill)])
     assert cell.status == "error"
     assert cell.ended - killed[0] < 5
-    assert f"rank 1 (pid {before[1]}) was killed by signal 9 (SIGKILL): often out of memory" in cell.text
+    died = rf"rank 1 \(pid {before[1]}.*\) was killed by signal 9 \(SIGKILL\): often out of memory"
+    assert re.search(died, cell.text)
     assert re.search(r"rank 0: interrupted at Cell In\[\d+\], line 2", cell.text)
     assert "%cluster repair" in cell.text
     status = notebook.check("%cluster status").text.splitlines()
@@ -409,7 +415,8 @@ def test_a_rank_that_is_killed_in_a_cell_ends_it_and_is_named(notebook: Kernel) 
 
 def test_what_a_dying_rank_wrote_is_in_the_report(notebook: Kernel) -> None:
     cell = fails(
-        notebook, "%%distributed\nimport os\nif rank == 1:\n    os.write(2, b'native library: fatal 42\\n'); os._exit(3)"
+        notebook,
+        "%%distributed\nimport os\nif rank == 1:\n    os.write(2, b'native library: fatal 42\\n'); os._exit(3)",
     )
     assert "exited with code 3" in cell.text
     assert "native library: fatal 42" in cell.text

@@ -19,12 +19,13 @@ SHARED = {"errors", "ranks", "records", "report", "wire"}  # on ranks and in the
 # From the bottom up: a module imports from its own layer and from those before it, wherever in the file it does so.
 LAYERS = (
     {"records", "ranks"},
-    {"report"},
+    {"hangs", "report"},
     {"errors"},
     {"profiles", "runlog", "wire"},
-    {"client", "controller", "launchers", "page", "progress", "runs", "verdicts"},
-    {"output", "telemetry"},
-    {"assist", "cells", "release", "status", "values", "world"},
+    {"client", "controller", "kept", "launchers", "page", "progress", "runs", "verdicts"},
+    {"output", "processes", "telemetry"},
+    {"release", "watch"},
+    {"assist", "cells", "membership", "status", "values", "world"},
     {"cluster"},
     {"dashboard"},
     {"magics"},
