@@ -357,14 +357,13 @@ class Cell:
         return [f"{named(ranks)}: {text}" for text, ranks in places.items()]
 
     def _out_of_step(self) -> bool:
-        """Whether the ranks' collectives do not match any more, or one is left in flight."""
+        """Whether some rank has called more collectives of a group than another: they do not match any more.
+
+        Only what was enqueued counts: what is complete is written down by another thread, a moment later.
+        """
         counters = [reply["progress"] for reply in self.replies.values() if reply.get("progress")]
         groups = {name for progress in counters for name in progress}
-        for name in groups:
-            seen = {tuple(progress[name]) for progress in counters if name in progress}
-            if len(seen) > 1 or any(enqueued != completed for enqueued, completed in seen):
-                return True
-        return False
+        return any(len({progress[name][0] for progress in counters if name in progress}) > 1 for name in groups)
 
 
 def run(

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import ipyparallel as ipp
+from traitlets.log import get_logger
 
 from nbdist.wire import RemoteCall
 
-__all__ = ["RankClient"]
+__all__ = ["RankClient", "quiet_session"]
+
+
+@contextlib.contextmanager
+def quiet_session() -> Iterator[None]:
+    """Keep jupyter_client from warning that messages are not signed: CURVE authenticates and encrypts all of them."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "signing is disabled" not in record.getMessage()
+
+    log = get_logger()
+    log.addFilter(keep)
+    try:
+        yield
+    finally:
+        log.removeFilter(keep)
 
 
 class RankClient(ipp.Client):  # type: ignore[misc]  # ipyparallel is not typed

@@ -90,7 +90,7 @@ class Cluster:
         repair: str = "ask",
         oversubscribe: bool = False,
     ) -> None:
-        from nbdist.launchers import visible_gpus
+        from nbdist.host import visible_gpus
 
         if backend not in BACKENDS:
             raise ValueError(f"backend {backend!r}: choose one of {', '.join(BACKENDS)}.")
@@ -164,7 +164,7 @@ class Cluster:
         return self
 
     def _start(self, tell: Callable[[str], None], deadline: float) -> None:
-        from nbdist.launchers import notices
+        from nbdist.host import notices
         from nbdist.page import Page
         from nbdist.processes import Launched
 
@@ -195,12 +195,13 @@ class Cluster:
         tell("ready")
 
     def _connect(self, processes: Processes, deadline: float) -> None:
-        from nbdist.client import RankClient
+        from nbdist.client import RankClient, quiet_session
         from nbdist.telemetry import Telemetry
 
         info = processes.connection_info(deadline)
         self._telemetry = Telemetry(self.n, log_dir=self.log_dir("runs"))
-        client = self._client = RankClient(info, timeout=max(1.0, deadline - time.monotonic()))
+        with quiet_session():
+            client = self._client = RankClient(info, timeout=max(1.0, deadline - time.monotonic()))
         client.route = self._route
         client._registration_callbacks.append(self._on_registration)
 

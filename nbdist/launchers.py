@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import sys
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -17,24 +15,29 @@ import psutil
 import traitlets
 from ipyparallel.cluster.launcher import EngineLauncher, LocalControllerLauncher, LocalProcessLauncher
 
-__all__ = ["AgentLauncher", "ControllerLauncher", "clean_environment", "notices", "visible_gpus"]
+from nbdist import host
+
+__all__ = ["AgentLauncher", "ControllerLauncher"]
 
 
 class _Piped(LocalProcessLauncher):  # type: ignore[misc]  # ipyparallel is not typed
     """A local process that ends when our end of its standard input is closed, as the kernel does when we are killed."""
 
     def popen(self, stdout: Any) -> Popen[bytes]:
-        keep = os.environ.get("NBDIST_KEEP") == "1" or bool(self.environment.get("NBDIST_KEEP") == "1")
-        with open(self.output_file, "ab") as log, open(os.devnull, "rb") as null:
-            process = Popen(
+        kept = self.environment.get("NBDIST_KEEP") == "1"
+        return self.adopt(
+            host.spawn(
                 self.args,
-                stdin=null if keep and stdout is None else PIPE,
-                stdout=stdout if stdout is not None else log,
-                stderr=log,
-                env=clean_environment({**os.environ, **self.get_env()}),
-                cwd=self.work_dir,
-                start_new_session=True,
+                self.get_env(),
+                log=Path(self.output_file),
+                stdout=stdout,
+                has_input=not kept or stdout is not None,
+                folder=self.work_dir,
             )
+        )
+
+    def adopt(self, process: Popen[bytes]) -> Popen[bytes]:
+        """Watch over a process that was started already."""
         self._popen_process = process
         self.pid = process.pid
         self.process = psutil.Process(process.pid)
@@ -83,13 +86,14 @@ class AgentLauncher(_Piped, EngineLauncher):  # type: ignore[misc]  # ipyparalle
 
     order = traitlets.Dict(help="What the agent is told beside the usual.")
     on_event = traitlets.Any(help="Called with each report of the agent.")
+    spawned = traitlets.Any(help="The agent's process, where it was started before ipyparallel was imported.")
 
     def find_args(self) -> list[str]:
-        return [sys.executable, "-m", "nbdist.engine.agent"]
+        return list(host.AGENT)
 
     def start(self, n: int) -> None:
         self.n = n
-        process = self.popen(stdout=PIPE)
+        process = self.popen(stdout=PIPE) if self.spawned is None else self.adopt(self.spawned)
         order = {
             "n": n,
             "world_size": n,
@@ -113,44 +117,3 @@ class AgentLauncher(_Piped, EngineLauncher):  # type: ignore[misc]  # ipyparalle
                 event = json.loads(line)
                 if self.on_event is not None:
                     self.on_event(event)
-
-
-STALE = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-
-
-def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Give the environment of engines: without the rank of some other job that the notebook itself may be part of."""
-    return {k: v for k, v in environment.items() if k not in STALE and not k.startswith("TORCHELASTIC_")}
-
-
-def notices(backend: str) -> list[str]:
-    """Give one line for each of the user's settings that is not passed on to the ranks as it is."""
-    found = []
-    stale = [name for name in STALE if name in os.environ]
-    if stale:
-        found.append(f"{', '.join(stale)} of the notebook's environment ignored: the ranks get their own.")
-    if backend == "gloo" and os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        found.append(
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL lowered to INFO on the ranks: with it, building DDP on gloo ends the "
-            "process. %cluster debug on checks collectives instead."
-        )
-    return found
-
-
-def visible_gpus() -> int:
-    """How many GPUs of this host a process may use, found without importing torch."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return len([d for d in chosen.split(",") if d.strip() and d.strip() != "-1"])
-    proc = Path("/proc/driver/nvidia/gpus")
-    return len(list(proc.iterdir())) if proc.is_dir() else 0

@@ -151,12 +151,13 @@ class ClusterMagics(Magics):
         parser = _Parser("%push")
         parser.add_argument("names", nargs="+")
         parser.add_argument("--ranks")
-        options = parser.parse_args(shlex.split(line.replace(",", " ") if "--ranks" not in line else line))
+        options = parser.parse_args(shlex.split(line))
         cluster = require()
-        for name in options.names:
+        names = _names(options.names)
+        for name in names:
             if name not in self.shell.user_ns:
                 raise UsageError(f"%push: {name!r} is not defined in the notebook.")
-        values = {name: self.shell.user_ns[name] for name in options.names}
+        values = {name: self.shell.user_ns[name] for name in names}
         cluster.push(_ranks(options.ranks, cluster), **values)
 
     @line_magic
@@ -170,7 +171,7 @@ class ClusterMagics(Magics):
         options = parser.parse_args(shlex.split(line))
         cluster = require()
         ranks = _ranks(options.ranks, cluster)
-        for name in options.names:
+        for name in _names(options.names):
             value = cluster.pull(name, ranks[0] if ranks is not None and len(ranks) == 1 else ranks)
             self.shell.user_ns[name.rpartition(".")[2]] = value
 
@@ -239,6 +240,11 @@ def _ranks(text: str | None, cluster: Any) -> tuple[int, ...] | None:
         return rank_sets.parse(text, cluster.world_size)
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def _names(words: list[str]) -> list[str]:
+    """Take ``lr, Net`` for two names, as people write them."""
+    return [name for word in words for name in word.split(",") if name]
 
 
 def _numbered(line: str, cell: str) -> str:

@@ -49,7 +49,7 @@ def repair(cluster: Cluster, copy: str | None = None) -> str:
 def resize(cluster: Cluster, n: int) -> str:
     """Grow or shrink the world; see ``Cluster.resize``."""
     from nbdist.cluster import check_size
-    from nbdist.launchers import visible_gpus
+    from nbdist.host import visible_gpus
 
     world = cluster.world
     _refuse_while_running(cluster)

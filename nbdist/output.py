@@ -6,6 +6,7 @@ Pure bookkeeping: it is told of each message and of the time, and gives back wha
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +26,11 @@ HEAD_BYTES = 256 * 1024
 TAIL_BYTES = 16 * 1024
 LONG_LINE = 8 * 1024
 LONG_VALUE = 2 * 1024
+MOST_HELD_LINES = 50_000  # of one rank that wait for the other ranks to print the same
 MOST_LIVE_LINES = 64
+MOST_ROWS = 16
 WIDGET = "application/vnd.jupyter.widget-view+json"
+CONTROL = re.compile(r"(\n\r|\n|\r|\x1b\[\d*A)|\x1b\[\d*K")
 
 
 @dataclass(slots=True)
@@ -41,19 +45,86 @@ class _Item:
 
 
 @dataclass(slots=True)
+class _Row:
+    text: str = ""
+    overwritten: bool = False
+
+
+@dataclass(slots=True)
+class _Screen:
+    """The end of a rank's stream that may still change: an unfinished line, or progress bars under each other."""
+
+    rows: list[_Row] = field(default_factory=lambda: [_Row()])
+    at: int = 0  # the row of the cursor
+    returned: bool = False  # the cursor is at the begin of its row: the next text replaces it
+    since: float | None = None  # when the unfinished line began
+    shown: bool = False  # the unfinished line has waited long, and is on the page already
+
+    @property
+    def live(self) -> bool:
+        return self.shown or len(self.rows) > 1 or self.rows[0].overwritten
+
+    def feed(self, text: str) -> Iterator[tuple[str, bool]]:
+        """Take text; give each line that will change no more, and whether it was shown as a live one."""
+        if not self.live and not self.returned and not CONTROL.search(text.replace("\n", "")):
+            *lines, self.rows[0].text = (self.rows[0].text + text).split("\n")
+            yield from ((line, False) for line in lines)
+            return
+        for token in CONTROL.split(text):
+            if not token:
+                continue
+            row = self.rows[self.at]
+            if token[0] == "\n":
+                self.returned = token == "\n\r"
+                if self.at + 1 < len(self.rows):
+                    self.at += 1
+                    self.returned = True
+                elif row.overwritten or (self.returned and not row.text.strip()):
+                    # the end of a bar, or the way down to one below it
+                    self.rows.append(_Row())
+                    self.at += 1
+                    if len(self.rows) > MOST_ROWS:
+                        self.at -= 1
+                        yield self.rows.pop(0).text, True
+                else:
+                    yield from self.finish()
+            elif token == "\r":
+                if row.text.isspace():  # a bar that took itself away
+                    self.rows[self.at] = _Row()
+                else:
+                    self.returned = True
+            elif token.endswith("A") and token.startswith("\x1b["):
+                self.at = max(0, self.at - int(token[2:-1] or 1))
+                self.returned = True
+            elif self.returned:
+                self.rows[self.at] = _Row(token, overwritten=True)
+                self.returned = False
+            else:
+                row.text += token
+
+    def finish(self) -> Iterator[tuple[str, bool]]:
+        """Give what is left, and begin anew."""
+        *above, last = self.rows
+        if not above and not last.overwritten:
+            yield last.text, self.shown
+        else:
+            yield from ((row.text, True) for row in above)
+            yield last.text, last.overwritten
+        self.rows, self.at, self.since, self.shown = [_Row()], 0, None, False
+
+
+@dataclass(slots=True)
 class _Rank:
     """What a rank has said that is not shown yet."""
 
     items: deque[_Item] = field(default_factory=deque)
     keys: Counter[str] = field(default_factory=Counter)
-    partial: dict[str, str] = field(default_factory=dict)  # stream -> unfinished line
-    partial_at: dict[str, float] = field(default_factory=dict)
-    carriage: set[str] = field(default_factory=set)  # streams whose unfinished line was overwritten
+    screens: dict[str, _Screen] = field(default_factory=dict)
     emitted: int = 0
     emitted_bytes: int = 0
     done: bool = False
     overflowed: bool = False
-    history: list[str] = field(default_factory=list)  # all text until the overflow
+    history: list[str] = field(default_factory=list)  # all lines until the overflow
     clear: bool = False
     last_display: str | None = None
     displays: dict[str, str] = field(default_factory=dict)  # the rank's display id -> ours
@@ -85,8 +156,7 @@ class Output:
         self.most_lines = max(50, HEAD_LINES // max(1, len(ranks)))  # a rank's share of the page
         self.most_bytes = HEAD_BYTES // max(1, len(ranks))
         self.live_id: str | None = None
-        self.live: dict[tuple[int, str], str] = {}  # progress lines, by rank and stream; finished ones stay
-        self.live_done: list[tuple[int, str]] = []
+        self.live_done: list[tuple[int, str]] = []  # lines that were live; the newest of them stay
         self.live_at = 0.0
         self.live_dirty = False
         self.warned = False
@@ -101,15 +171,15 @@ class Output:
         if kind == "stream":
             self._text(rank, state, content["name"], content["text"], now)
         elif kind in ("display_data", "execute_result"):
-            self._finish_partial(rank, state, now)
+            self._finish(rank, state, now)
             content["data"].pop(WIDGET, None)  # its model lives on the rank: no front end could draw it
             key = json.dumps(content["data"], sort_keys=True, default=str)
+            if _display_id(content):
+                key = f"{rank} {key}"  # what will be updated is equal on the ranks for a moment only
             state.items.append(_Item(key=key, bundle=content, at=now))
             state.keys[key] += 1
         elif kind == "update_display_data":
-            ours = state.displays.get((content.get("transient") or {}).get("display_id", ""))
-            if ours is not None:
-                self.page.update(ours, content["data"], content.get("metadata"))
+            self._update(state, content)
         elif kind == "clear_output":
             state.clear = True
 
@@ -118,60 +188,65 @@ class Output:
         self.ranks[rank].done = True
 
     def _text(self, rank: int, state: _Rank, stream: str, text: str, now: float) -> None:
-        if state.overflowed:
-            self._leave_out(state, text)
-            return
-        state.history.append(text)
-        *lines, rest = (state.partial.get(stream, "") + text).split("\n")
-        for line in lines:
-            self._line(rank, state, stream, line, now)
-        if "\r" in rest.rstrip("\r"):
-            state.carriage.add(stream)
-            rest = rest[rest.rstrip("\r").rfind("\r") + 1 :]
-        if rest and rest != state.partial.get(stream):
-            if stream in state.carriage:
-                self._live(rank, stream, rest)
-            state.partial_at.setdefault(stream, now)
-        state.partial[stream] = rest
-        if len(state.items) > 2 * HEAD_LINES:
-            self.flush(now, hold=0.0)  # the page overflows: no use in waiting for the others
+        screen = state.screens.setdefault(stream, _Screen())
+        for line, live in screen.feed(text):
+            self._line(rank, state, stream, line, live, now)
+        if screen.live:
+            self.live_dirty = True
+        elif not screen.rows[0].text:
+            screen.since = None
+        elif screen.since is None:
+            screen.since = now
+        if len(state.items) > MOST_HELD_LINES:
+            self.flush(now, hold=0.0)
 
-    def _line(self, rank: int, state: _Rank, stream: str, line: str, now: float) -> None:
-        overwritten = "\r" in line.rstrip("\r") or stream in state.carriage
-        line = line.rstrip("\r").rsplit("\r", 1)[-1]
-        if (rank, stream) in self.live or overwritten:
-            self.live.pop((rank, stream), None)
+    def _line(self, rank: int, state: _Rank, stream: str, line: str, live: bool, now: float) -> None:
+        if live:
+            line = line.rstrip()
+            self.live_dirty = True
+            if not line:
+                return
             self.live_done.append((rank, line))
             del self.live_done[:-MOST_LIVE_LINES]
-            self.live_dirty = True
+        if not state.overflowed:
+            state.history.append(f"{line}\n")
+        elif live:
+            self._keep(state, f"{line}\n")
         else:
+            self._leave_out(state, f"{line}\n")
+        if not live and not state.overflowed:
             key = f"{stream}\n{line}"
             state.items.append(_Item(key=key, stream=stream, text=line, at=now))
             state.keys[key] += 1
-        state.partial.pop(stream, None)
-        state.partial_at.pop(stream, None)
-        state.carriage.discard(stream)
 
-    def _live(self, rank: int, stream: str, text: str) -> None:
-        self.live[rank, stream] = text
-        self.live_dirty = True
+    def _finish(self, rank: int, state: _Rank, now: float) -> None:
+        """No more comes of the lines that are unfinished."""
+        for stream, screen in state.screens.items():
+            if screen.live or screen.rows[0].text:
+                for line, live in screen.finish():
+                    if line or live:
+                        self._line(rank, state, stream, line, live, now)
 
-    def _finish_partial(self, rank: int, state: _Rank, now: float) -> None:
-        for stream, text in list(state.partial.items()):
-            if text:
-                self._line(rank, state, stream, text, now)
+    def _update(self, state: _Rank, content: dict[str, Any]) -> None:
+        theirs = _display_id(content)
+        ours = state.displays.get(theirs)
+        if ours is not None:
+            self.page.update(ours, content["data"], content.get("metadata"))
+            return
+        for item in state.items:  # not on the page yet
+            if item.bundle is not None and theirs and _display_id(item.bundle) == theirs:
+                item.bundle = {**item.bundle, "data": content["data"], "metadata": content.get("metadata", {})}
 
     # -- what goes out -----------------------------------------------------------------------------------------------
 
     def flush(self, now: float, final: bool = False, hold: float = HOLD_S) -> None:
         """Show what is ready: folded lines, and lines that have waited longer than ``hold`` seconds."""
-        if final:
-            for rank, state in self.ranks.items():
-                self._finish_partial(rank, state, now)
         for rank, state in self.ranks.items():
-            for stream, since in state.partial_at.items():
-                if now - since > PARTIAL_S and (rank, stream) not in self.live and state.partial.get(stream):
-                    self._live(rank, stream, state.partial[stream])
+            if final:
+                self._finish(rank, state, now)
+            for screen in state.screens.values():
+                if screen.since is not None and now - screen.since > PARTIAL_S and not screen.live:
+                    screen.shown = self.live_dirty = True
         chunk: list[str] = []
         stream = "stdout"
         for ranks, item in self._ready(now, 0.0 if final else hold):
@@ -248,7 +323,7 @@ class Output:
     def _show(self, ranks: tuple[int, ...], item: _Item) -> None:
         assert item.bundle is not None
         data, metadata = item.bundle["data"], item.bundle.get("metadata", {})
-        theirs = (item.bundle.get("transient") or {}).get("display_id")
+        theirs = _display_id(item.bundle)
         if set(data) <= {"text/plain"} and not theirs:
             most = LONG_LINE if len(ranks) == len(self.ranks) else LONG_VALUE
             text = _labelled(ranks, data.get("text/plain", ""), most)
@@ -275,7 +350,11 @@ class Output:
         if not self.page.is_rich and not final:
             return
         lines = [f"[{rank}] {text}" for rank, text in self.live_done]
-        lines += [f"[{rank}] {text}" for (rank, _), text in sorted(self.live.items())]
+        for rank, state in self.ranks.items():
+            screens = [screen for _, screen in sorted(state.screens.items()) if screen.live]
+            lines += [f"[{rank}] {row.text}" for screen in screens for row in screen.rows if row.text.strip()]
+        if not lines and self.live_id is None:
+            return
         data = {"text/plain": "\n".join(line[:LONG_LINE] for line in lines)}
         if self.live_id is None:
             self.live_id = self.page.display(data, {})
@@ -302,15 +381,19 @@ class Output:
             state.history.clear()
             state.items.clear()
             state.keys.clear()
-            self._leave_out(state, pending, log=False)
+            self._leave_out(state, pending, keep=False)
 
-    def _leave_out(self, state: _Rank, text: str, log: bool = True) -> None:
+    def _leave_out(self, state: _Rank, text: str, keep: bool = True) -> None:
         state.left_out += text.count("\n")
         state.tail.append(text)
         state.tail_bytes += len(text)
         while len(state.tail) > 1 and state.tail_bytes - len(state.tail[0]) > TAIL_BYTES:
             state.tail_bytes -= len(state.tail.popleft())
-        if log and state.file is not None:
+        if keep:
+            self._keep(state, text)
+
+    def _keep(self, state: _Rank, text: str) -> None:
+        if state.file is not None:
             try:
                 state.file.write(text)
             except OSError as error:  # a full disk costs the log, not the cell
@@ -343,6 +426,10 @@ class Output:
             state.tail.clear()
         self.page.write(f"… {left_out:,} lines left out; full text in {self.log}\n", "stderr")
         self.page.write("".join(tails))
+
+
+def _display_id(content: dict[str, Any]) -> str:
+    return (content.get("transient") or {}).get("display_id") or ""
 
 
 def _labelled(ranks: Sequence[int], text: str, most: int) -> str:

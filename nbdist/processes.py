@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any, Protocol
 
 import psutil
 
+from nbdist import host
 from nbdist.errors import ClusterError
 from nbdist.kept import AgentLine
 from nbdist.profiles import locate
@@ -63,11 +65,28 @@ class Launched:
         self._cluster: Any = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="nbdist-launch", daemon=True).start()
-        shutil.copytree(locate(profile), run_dir, dirs_exist_ok=True)
-        self._wait(self._launch(n, keep, on_agent, on_agent_end, on_controller_end), time.monotonic() + timeout)
+        source = locate(profile)
+        shutil.copytree(source, run_dir, dirs_exist_ok=True)
+        environment = {"NBDIST_RUN_DIR": str(run_dir), "IPYTHONDIR": str(run_dir / "ipython")}
+        if keep:
+            environment["NBDIST_KEEP"] = "1"
+        # the agent imports torch while this process imports ipyparallel and the controller starts
+        spawned = None
+        if source == locate("local"):
+            spawned = host.spawn(host.AGENT, environment, log=run_dir / "log" / "agent.log", stdout=PIPE)
+            spawned.stdin.write(f'{{"prepare": {n}}}\n'.encode())  # type: ignore[union-attr]
+            spawned.stdin.flush()  # type: ignore[union-attr]
+        engines = {"environment": environment, "order": {"keep": keep}, "on_event": on_agent, "spawned": spawned}
+        try:
+            self._wait(self._launch(n, engines, on_agent_end, on_controller_end), time.monotonic() + timeout)
+        except BaseException:
+            if spawned is not None:
+                spawned.kill()
+                spawned.wait()
+            raise
 
     async def _launch(
-        self, n: int, keep: bool, on_agent: Listener, on_agent_end: Listener, on_controller_end: Listener
+        self, n: int, engines: dict[str, Any], on_agent_end: Listener, on_controller_end: Listener
     ) -> None:
         import ipyparallel as ipp
 
@@ -75,15 +94,12 @@ class Launched:
         log.propagate = False
         if not log.handlers:
             log.addHandler(logging.NullHandler())
-        environment = {"NBDIST_RUN_DIR": str(self.run_dir), "IPYTHONDIR": str(self.run_dir / "ipython")}
-        if keep:
-            environment["NBDIST_KEEP"] = "1"
         cluster = self._cluster = ipp.Cluster(
             n=n, profile_dir=str(self.run_dir), cluster_file="", shutdown_atexit=False, parent=None, log=log
         )
-        await cluster.start_controller(environment=environment)
+        await cluster.start_controller(environment=engines["environment"])
         cluster.controller.on_stop(on_controller_end)
-        await cluster.start_engines(n, environment=environment, order={"keep": keep}, on_event=on_agent)
+        await cluster.start_engines(n, **engines)
         cluster.engine_set.on_stop(on_agent_end)
 
     @property

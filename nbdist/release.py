@@ -73,6 +73,9 @@ class Release:
             self.active = False
             self.cell.wake()
 
+    def _tell(self, line: str) -> None:
+        self.cell.page.write(line + "\n", "stderr")
+
     def _ask(self, op: str, timeout: float = 0.5, **content: Any) -> dict[int, Any]:
         return self.cell.cluster.client.ask(self.cell.remaining, op, timeout, **content)
 
@@ -94,21 +97,25 @@ class Release:
         if not self.cell.remaining:
             self.cell.stopped_at = step
             return True
+        if self._insist.is_set():
+            self._tell(f"Stop again: {named(self.cell.remaining.values())} interrupted inside the step")
         return False
 
     def _interrupt(self) -> None:
         self._insist.clear()
-        self._ask("interrupt")
+        waiting = set(self.cell.remaining)
         last: Any = None
         since = moved = time.monotonic()
         told = False
         while self.cell.remaining:
             if self._insist.is_set():
                 self._insist.clear()
-                self._ask("interrupt")
                 if self.insisted >= 2:
                     self._kill()
                     return
+                waiting = set(self.cell.remaining)
+                self._tell(f"{named(self.cell.remaining.values())} interrupted again; one more Stop ends the process")
+            waiting = self._deliver(waiting)
             replies = self._ask("progress")
             now = time.monotonic()
             state = {engine: reply["progress"] if reply else None for engine, reply in replies.items()}
@@ -119,10 +126,14 @@ class Release:
                 last, moved = None, now
             if not told and now - moved > STUBBORN_S and self.cell.remaining and not self._blocked(state):
                 told = True
-                self.cell.page.write(
-                    f"{named(self.cell.remaining.values())} still running; interrupt again to force\n", "stderr"
-                )
+                self._tell(f"{named(self.cell.remaining.values())} still running; interrupt again to force")
             time.sleep(POLL_S)
+
+    def _deliver(self, engines: set[int]) -> set[int]:
+        """Interrupt each engine once; give those that have not begun the cell yet, or do not answer."""
+        waiting = engines & set(self.cell.remaining)
+        replies = self.cell.cluster.client.ask(waiting, "interrupt", timeout=0.5, times=1 + self.insisted)
+        return {engine for engine in waiting if not (replies.get(engine) or {}).get("running")}
 
     def _blocked(self, state: dict[int, Any]) -> bool:
         """Whether a rank is inside a collective that is not complete."""
@@ -140,14 +151,12 @@ class Release:
     def _cut(self) -> None:
         cluster = self.cell.cluster
         self.cut = cluster.world.broken = True
-        cluster.client.ask(cluster.world.engines, "cut", timeout=1.0)
+        cluster.client.ask(cluster.world.engines, "cut", timeout=1.0, generation=cluster.world.generation)
 
     def _kill(self) -> None:
         """End the ranks that do not come: their state is lost, the others' is not."""
         cluster = self.cell.cluster
-        self.cell.page.write(
-            f"{named(self.cell.remaining.values())} did not come back and will be replaced\n", "stderr"
-        )
+        self._tell(f"{named(self.cell.remaining.values())} did not come back and will be replaced")
         self._cut()
         self.killed = set(self.cell.remaining.values())
         for engine in self.cell.remaining:

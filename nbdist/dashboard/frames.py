@@ -92,7 +92,7 @@ def head(run: Run | None, chips: Sequence[Chip]) -> dict[str, Any]:
 def _facts(run: Run) -> list[tuple[str, str]]:
     facts = [("step", f"{run.step:,} of {run.total:,}" if run.total else f"{run.step:,}")]
     if run.epoch is not None:
-        facts.append(("epoch", f"{run.epoch} of {run.epochs:g}" if run.epochs else str(run.epoch)))
+        facts.append(("epoch", f"{run.epoch} of {run.epochs:.3g}" if run.epochs else str(run.epoch)))
     if run.loss is not None:
         facts.append(("loss", f"{run.loss:.4g}"))
     if (rate := run.samples_per_s) is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import bokeh
 from bokeh.embed import json_item
-from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter
+from bokeh.models import BasicTicker, ColumnDataSource, HoverTool, NumeralTickFormatter
 from bokeh.plotting import figure
 from bokeh.settings import settings
 
@@ -93,6 +93,8 @@ def panel(series: str, world_size: int) -> dict[str, Any]:
     plot.grid.grid_line_color = GREY
     plot.grid.grid_line_alpha = 0.2
     plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
+    plot.xaxis.ticker = BasicTicker(min_interval=1)  # there is no half step
+    plot.x_range.start = 0
     # The legend is the page's: BokehJS 3.9 forgets the swatches of a figure that began without points
     legend = [("line", color, ranks_of(series, world_size))]
     if series == "samples_per_s":

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import pickle
@@ -32,6 +33,17 @@ from typing import Any
 __all__ = ["Agent", "main"]
 
 PARENT_POLL_S = 0.25
+PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.functional",
+    "torch.nn.parallel",
+    "ipyparallel.engine.app",
+    "ipyparallel.engine.nanny",
+    "nbdist.engine.control",
+    "nbdist.engine.rank_engine",
+    "nbdist.engine.bootstrap",
+)
 STDERR_TAIL = 4096
 
 
@@ -199,12 +211,10 @@ def prepare_threads(n: int) -> None:
 
 def preload() -> None:
     """Import once what each engine would import again; the forks share the pages."""
-    import ipyparallel.engine.app
-    import ipyparallel.engine.nanny  # noqa: F401
-
-    from nbdist.engine.bars import use_text_bars
-
-    use_text_bars()
+    for module in PRELOADED:
+        importlib.import_module(module)
+    bars = importlib.import_module("nbdist.engine.bars")
+    bars.use_text_bars()
     gc.collect()
     gc.freeze()
 
@@ -314,15 +324,27 @@ def tail(path: Path) -> str:
 
 
 def main() -> None:
-    """Read the start order from standard input, then serve."""
+    """Read from standard input how many engines there will be, import, read the start order, then serve."""
     os.umask(0o077)
-    order = b""
-    while not order.endswith(b"\n"):
+    order = read_line()
+    if "prepare" in order:
+        prepare_threads(int(order["prepare"]))
+        preload()
+        order = read_line()
+    if order:
+        Agent(order).run()
+
+
+def read_line() -> dict[str, Any]:
+    """Read one JSON line from standard input, byte by byte: what follows is for the agent's loop. Empty at its end."""
+    line = b""
+    while not line.endswith(b"\n"):
         char = os.read(0, 1)
         if not char:
-            return
-        order += char
-    Agent(json.loads(order)).run()
+            return {}
+        line += char
+    command: dict[str, Any] = json.loads(line)
+    return command
 
 
 if __name__ == "__main__":

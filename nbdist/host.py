@@ -1,0 +1,76 @@
+"""What this host offers to engines, and the environment that they are given; light to import."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import IO
+
+__all__ = ["AGENT", "clean_environment", "notices", "spawn", "visible_gpus"]
+
+AGENT = (sys.executable, "-m", "nbdist.engine.agent")
+
+STALE = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Give the environment of engines: without the rank of some other job that the notebook itself may be part of."""
+    return {k: v for k, v in environment.items() if k not in STALE and not k.startswith("TORCHELASTIC_")}
+
+
+def notices(backend: str) -> list[str]:
+    """Give one line for each of the user's settings that is not passed on to the ranks as it is."""
+    found = []
+    stale = [name for name in STALE if name in os.environ]
+    if stale:
+        found.append(f"{', '.join(stale)} of the notebook's environment ignored: the ranks get their own.")
+    if backend == "gloo" and os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        found.append(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL lowered to INFO on the ranks: with it, building DDP on gloo ends the "
+            "process. %cluster debug on checks collectives instead."
+        )
+    return found
+
+
+def visible_gpus() -> int:
+    """How many GPUs of this host a process may use, found without importing torch."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([d for d in chosen.split(",") if d.strip() and d.strip() != "-1"])
+    proc = Path("/proc/driver/nvidia/gpus")
+    return len(list(proc.iterdir())) if proc.is_dir() else 0
+
+
+def spawn(
+    argv: tuple[str, ...] | list[str],
+    environment: Mapping[str, str],
+    *,
+    log: Path,
+    stdout: int | IO[bytes] | None = None,
+    has_input: bool = True,
+    folder: str = ".",
+) -> Popen[bytes]:
+    """Start a process in a session of its own, which ends when our end of its standard input is closed."""
+    with open(log, "ab") as file, open(os.devnull, "rb") as null:
+        return Popen(
+            argv,
+            stdin=PIPE if has_input else null,
+            stdout=stdout if stdout is not None else file,
+            stderr=file,
+            env=clean_environment({**os.environ, **environment}),
+            cwd=folder,
+            start_new_session=True,
+        )
