@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Cell", "CellSyntaxError", "adopt", "check_syntax", "run", "train"]
 
 TICK_S = 0.05
+WATCH_AFTER_S = 1.0
 OUTPUT_GRACE_S = 2.0  # between a rank's reply and the last of its output, which takes another way
 
 _outside_ipython = itertools.count(1)
@@ -91,7 +92,7 @@ class Cell:
         self._idle: set[int] = set()
         self._replied_at: dict[int, float] = {}
         self.release: Release | None = None
-        self._watch = Watch(self)
+        self._watch: Watch | None = None
         self._given_up: HangReport | None = None
         self._shown_first = False
 
@@ -158,7 +159,6 @@ class Cell:
     def pump(self) -> None:
         """Show output and mind failures until the cell has ended on every rank; raise what went wrong."""
         try:
-            self._watch.start()
             while not self._complete():
                 try:
                     self._step()
@@ -186,6 +186,9 @@ class Cell:
         self._take(TICK_S)
         now = time.monotonic()
         self.output.flush(now)
+        if self._watch is None and now - self.began > WATCH_AFTER_S:
+            self._watch = Watch(self)  # not at once: a thread costs a short cell a fifth of its time
+            self._watch.start()
         if self.timeout is not None and now - self.began > self.timeout and self.release is None:
             self._bring_out(f"timeout of {self.timeout:g} s", gentle=False)
 
@@ -335,7 +338,7 @@ class Cell:
             kind = CollectiveMismatch if self._given_up.kind == "mismatch" else CollectiveTimeout
             raise kind("\n".join(self._given_up.lines))
         if release is not None and release.reason.startswith("timeout") and not real:
-            report = self._watch.report
+            report = self._watch.report if self._watch is not None else None
             why = "\n".join(report.lines) if report is not None else release.places()
             raise CollectiveTimeout(f"The cell ran into its {release.reason}: {why}. The ranks are back at the prompt.")
         if self.interrupted and not real:

@@ -30,12 +30,20 @@ class RankStream(OutStream):
         super().__init__(session, pub_thread, name, watchfd=False)  # type: ignore[no-untyped-call]
         self._budget = float(BURST_BYTES)
         self._budget_at = time.monotonic()
+        self._unflushed = False
 
     def write(self, string: str) -> int:
         self._budget -= len(string)
         if self._budget < 0:
             self._wait_for_budget()
+        self._unflushed = True
         return super().write(string) or 0
+
+    def flush(self) -> None:
+        """Send what was written, and wait until it is gone; ipykernel would wait for its thread without need too."""
+        if self._unflushed:
+            self._unflushed = False
+            super().flush()  # type: ignore[no-untyped-call]
 
     def _wait_for_budget(self) -> None:
         now = time.monotonic()
