@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import functools
 import itertools
 import queue
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from nbdist.output import Output
 from nbdist.page import Page
 from nbdist.ranks import named
 from nbdist.records import HangReport, RankError, from_wire
-from nbdist.release import Release
+from nbdist.release import Release, stop_button
 from nbdist.report import one_line
 from nbdist.watch import Watch
 
@@ -27,6 +27,8 @@ __all__ = ["Cell", "CellSyntaxError", "adopt", "check_syntax", "run", "train"]
 
 TICK_S = 0.05
 WATCH_AFTER_S = 1.0
+REMEMBERED = 512  # requests whose late output is still shown under their cell
+TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure|Watchdog caught collective operation timeout")
 OUTPUT_GRACE_S = 2.0  # between a rank's reply and the last of its output, which takes another way
 
 _outside_ipython = itertools.count(1)
@@ -108,8 +110,12 @@ class Cell:
     # -- called from other threads -----------------------------------------------------------------------------------
 
     def receive(self, rank: int, message: dict[str, Any]) -> None:
-        """Take one iopub message of a rank."""
-        self._events.put(("message", rank, message))
+        """Take one iopub message of a rank; what its threads print after the cell has ended goes below it too."""
+        if not self.finished.is_set():
+            self._events.put(("message", rank, message))
+        elif message["msg_type"] == "stream":
+            lines = message["content"]["text"].splitlines()
+            self.page.write("".join(f"[{rank}] {line}\n" for line in lines), message["content"]["name"])
 
     def receive_from(self, message: dict[str, Any]) -> None:
         """Take an iopub message of an adopted cell: only the engine's own name says which rank it is from."""
@@ -139,31 +145,30 @@ class Cell:
 
     def send(self) -> None:
         """Send the cell to its ranks."""
-        client = self.cluster.client
+        requests = self.cluster._requests
 
-        def expect(future: Any, rank: int) -> None:
-            self.cluster._requests[future.msg_id] = (self, rank)
-            future.add_done_callback(lambda done: self._events.put(("reply", rank, done)))
+        def expect(engine: int, future: Any) -> None:
+            rank = self.engines[engine]
+            requests[future.msg_id] = (self, rank)
+            for old in list(itertools.islice(requests, max(0, len(requests) - REMEMBERED))):
+                del requests[old]
+            future.add_done_callback(lambda done: self._events.put(("reply", rank, done.result())))
 
-        for engine, rank in self.engines.items():
-            hook = functools.partial(expect, rank=rank)
-            client.submit(
-                engine,
-                "nbdist.engine.bootstrap:run_cell",
-                self.source,
-                self.label,
-                f"cell {self.label}",
-                hook=hook,
-            )
+        self.cluster.client.submit_all(
+            list(self.engines),
+            "nbdist.engine.bootstrap:run_cell",
+            self.source,
+            self.label,
+            f"cell {self.label}",
+            hook=expect,
+            on_error=lambda engine, error: self._events.put(("reply", self.engines[engine], error)),
+        )
 
     def pump(self) -> None:
         """Show output and mind failures until the cell has ended on every rank; raise what went wrong."""
         try:
             while not self._complete():
-                try:
-                    self._step()
-                except KeyboardInterrupt:
-                    self._on_stop()
+                self._step()
             self.output.flush(time.monotonic(), final=True)
             self._conclude()
         except BaseException as error:
@@ -238,11 +243,10 @@ class Cell:
         if rank in self.replies:
             self.output.rank_done(rank)
 
-    def _on_reply(self, rank: int, future: Any) -> None:
+    def _on_reply(self, rank: int, result: Any) -> None:
         if rank in self.replies:
             return
         self._replied_at[rank] = time.monotonic()
-        result = future.result()
         if isinstance(result, dict):
             self.replies[rank] = result
             if result["error"] is not None:
@@ -253,7 +257,8 @@ class Cell:
         if rank in self._idle:
             self._settle(rank)
         error = self.errors.get(rank)
-        if error is not None and error.released is None:
+        # a rank that nobody has released yet, and yet its collective has failed: its peer died, or did not come in time
+        if error is not None and (error.released is None or self.release is None):
             self._bring_out(f"rank {rank} failed", gentle=False)
 
     def _lost(self, rank: int, result: object) -> RankError:
@@ -324,8 +329,11 @@ class Cell:
         cluster = self.cluster
         cluster.cell = None  # all ranks are at the prompt
         release = self.release
-        broken = (release is not None and release.cut) or self._out_of_step()
-        dead = [engine for engine in cluster.world.engines if engine in cluster.deaths]
+        failed = any(error.released for error in self.errors.values())
+        broken = (release is not None and release.cut) or failed or self._out_of_step()
+        dead = [rank for rank, engine in enumerate(cluster.world.engines) if engine in cluster.deaths]
+        if failed and all(error.released is not None for error in self.errors.values()):
+            self.errors.update({rank: self._lost(rank, None) for rank in dead})  # which did not run this cell
         if broken:
             cluster.world.broken = True
         if cluster.world.broken and not dead:
@@ -343,6 +351,10 @@ class Cell:
             raise CollectiveTimeout(f"The cell ran into its {release.reason}: {why}. The ranks are back at the prompt.")
         if self.interrupted and not real:
             raise Stopped(self._stops())
+        if not real and any(TIMED_OUT.search(error.evalue) for error in self.errors.values()):
+            report = self._watch.report if self._watch is not None else None
+            lines = report.lines if report is not None else self._stops()
+            raise CollectiveTimeout("\n".join([f"No rank came in {cluster.collective_timeout:g} s.", *lines]))
         if self.errors:
             raise DistributedError(list(self.errors.values()))
 
@@ -352,7 +364,7 @@ class Cell:
         places: dict[str, list[int]] = {}
         killed = self.release.killed if self.release is not None else set()
         for rank, error in sorted(self.errors.items()):
-            text = "did not come back and was replaced by an empty one" if rank in killed else one_line(error)
+            text = "did not come back: ended, and replaced" if rank in killed else one_line(error)
             places.setdefault(text, []).append(rank)
         done = [rank for rank in self.ranks if rank not in self.errors]
         if done:
@@ -364,6 +376,8 @@ class Cell:
 
         Only what was enqueued counts: what is complete is written down by another thread, a moment later.
         """
+        if not all(reply.get("in_group", True) for reply in self.replies.values()):
+            return True  # the cell ended with dist.destroy_process_group(), as scripts do
         counters = [reply["progress"] for reply in self.replies.values() if reply.get("progress")]
         groups = {name for progress in counters for name in progress}
         return any(len({progress[name][0] for progress in counters if name in progress}) > 1 for name in groups)
@@ -389,16 +403,22 @@ def run(
     dead = [rank for rank, engine in enumerate(world.engines) if engine in cluster.deaths]
     if dead:
         raise ClusterError(f"{named(dead)} dead. Replace with %cluster repair; the others keep their state.")
+    if world.broken:
+        world.form()
     label = current_label()
     check_syntax(source, f"In[{label}]")
     cell = Cell(cluster, source, ranks, label=label, output=output, timeout=timeout)
-    cluster.cell = cell
-    if detach:
-        threading.Thread(target=_pump_detached, args=(cell,), name=f"nbdist-cell-{label}", daemon=True).start()
-        cell.send()
-        return cell
-    cell.send()
-    cell.pump()
+    with stop_button(cell.request_stop):
+        cluster.cell = cell
+        try:
+            cell.send()
+        except BaseException:
+            cluster.cell = None
+            raise
+        if detach:
+            threading.Thread(target=_pump_detached, args=(cell,), name=f"nbdist-cell-{label}", daemon=True).start()
+        else:
+            cell.pump()
     return cell
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +24,7 @@ def quiet_session() -> Iterator[None]:
     def keep(record: logging.LogRecord) -> bool:
         return "signing is disabled" not in record.getMessage()
 
-    log = get_logger()
+    log: Any = get_logger()
     log.addFilter(keep)
     try:
         yield
@@ -60,6 +61,28 @@ class RankClient(ipp.Client):  # type: ignore[misc]  # ipyparallel is not typed
             ident=self._engines[engine].encode(),
             message_future_hook=hook,
         )
+
+    def submit_all(
+        self,
+        engines: Iterable[int],
+        target: str,
+        *args: Any,
+        hook: Callable[[int, Any], None],
+        on_error: Callable[[int, Exception], None],
+    ) -> None:
+        """Call the same function on several engines, from the IO thread: it would else wake once for each message.
+
+        ``hook`` and ``on_error`` are called there with the engine and its future, or what kept it from being sent.
+        """
+
+        def send() -> None:
+            for engine in engines:
+                try:
+                    self.submit(engine, target, *args, hook=functools.partial(hook, engine))
+                except Exception as error:  # whoever waits for this engine's reply has to be told
+                    on_error(engine, error)
+
+        self._io_loop.add_callback(send)
 
     def ask(self, engines: Iterable[int], op: str, timeout: float = 1.0, **content: Any) -> dict[int, Any]:
         """Ask engines something on the control channel; None stands for one that did not answer within ``timeout``."""

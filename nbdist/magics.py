@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 from typing import Any, NoReturn
 
@@ -21,10 +22,18 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog=prog, add_help=False, allow_abbrev=False, **options)
 
+    def parse(self, line: str) -> argparse.Namespace:
+        try:
+            words = shlex.split(line)
+        except ValueError as error:  # an open quotation mark
+            self.error(str(error))
+        return self.parse_args(words)
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog}: {message}. Usage: {' '.join(self.format_usage().split()[1:])}")
 
 
+@functools.cache
 def _cluster_parser() -> _Parser:
     parser = _Parser("%cluster")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Sub)
@@ -55,10 +64,16 @@ def _cluster_parser() -> _Parser:
 
 
 class _Sub(_Parser):
-    def __init__(self, prog: str, **options: Any) -> None:
-        super().__init__(prog, **options)
+    """A command's own parser, which tells of what it does not know with its own usage."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return options, unknown
 
 
+@functools.cache
 def _cell_parser(prog: str) -> _Parser:
     parser = _Parser(prog)
     parser.add_argument("--ranks")
@@ -80,7 +95,7 @@ class ClusterMagics(Magics):
         """Start, look at, mend and stop the cluster: ``%cluster start -n 2``, ``status``, ``repair``, ``stop`` …"""
         from nbdist import cluster as clusters
 
-        options = vars(_cluster_parser().parse_args(shlex.split(line)))
+        options = vars(_cluster_parser().parse(line))
         command = options.pop("command")
         if command == "start":
             return _start(options)
@@ -129,7 +144,7 @@ class ClusterMagics(Magics):
 
         if cell is None:
             return require().evaluate(line)
-        options = _cell_parser("%%distributed").parse_args(shlex.split(line))
+        options = _cell_parser("%%distributed").parse(line)
         cluster = require()
         ran = cluster.run(
             _numbered(line, cell),
@@ -151,7 +166,7 @@ class ClusterMagics(Magics):
         parser = _Parser("%push")
         parser.add_argument("names", nargs="+")
         parser.add_argument("--ranks")
-        options = parser.parse_args(shlex.split(line))
+        options = parser.parse(line)
         cluster = require()
         names = _names(options.names)
         for name in names:
@@ -168,7 +183,7 @@ class ClusterMagics(Magics):
         parser = _Parser("%pull")
         parser.add_argument("names", nargs="+")
         parser.add_argument("--ranks")
-        options = parser.parse_args(shlex.split(line))
+        options = parser.parse(line)
         cluster = require()
         ranks = _ranks(options.ranks, cluster)
         for name in _names(options.names):
@@ -187,7 +202,7 @@ class ClusterMagics(Magics):
         parser.add_argument("--checkpoint-every", type=int)
         parser.add_argument("--checkpoint-dir")
         parser.add_argument("--detach", action="store_true")
-        options = parser.parse_args(shlex.split(line))
+        options = parser.parse(line)
         try:
             ran = require().train(**vars(options))
         except ValueError as error:
