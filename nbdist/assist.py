@@ -1,8 +1,13 @@
-"""Completion inside ``%%distributed`` cells: names that live on rank 0, also while it is busy."""
+"""Completion and inspection inside ``%%distributed`` cells: names that live on rank 0, also while it is busy."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nbdist.cluster import Cluster
 
 __all__ = ["install"]
 
@@ -10,7 +15,7 @@ ANSWER_S = 0.8
 
 
 def install(ipython: Any) -> None:
-    """Add a matcher to IPython's completer."""
+    """Add a matcher to IPython's completer, and let the kernel ask rank 0 what a name is."""
     from IPython.core.completer import context_matcher
 
     @context_matcher()  # type: ignore[untyped-decorator]  # IPython is not typed
@@ -21,22 +26,44 @@ def install(ipython: Any) -> None:
     matchers = ipython.Completer.custom_matchers
     matchers[:] = [m for m in matchers if getattr(m, "matcher_identifier", "") != "nbdist.ranks"]
     matchers.append(ranks_matcher)
+    kernel = getattr(ipython, "kernel", None)
+    if kernel is not None and not hasattr(kernel.do_inspect, "__wrapped__"):
+        kernel.do_inspect = _inspecting(kernel.do_inspect)
+
+
+def _inspecting(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the kernel's inspection (Shift-Tab): in a ``%%distributed`` cell a rank knows better."""
+
+    @functools.wraps(plain)
+    def do_inspect(code: str, cursor_pos: int, *args: Any, **kwargs: Any) -> Any:
+        cluster = _cluster_of(code)
+        if cluster is not None:
+            engine = cluster.world.engines[0]
+            reply = cluster.client.ask([engine], "describe", ANSWER_S, code=code, cursor=cursor_pos).get(engine)
+            if reply and reply["text"]:
+                return {"status": "ok", "found": True, "data": {"text/plain": reply["text"]}, "metadata": {}}
+        return plain(code, cursor_pos, *args, **kwargs)
+
+    return do_inspect
+
+
+def _cluster_of(text: str) -> Cluster | None:
+    """Give the running cluster when ``text`` is a cell, or a line, for its ranks."""
+    from nbdist.cluster import active
+
+    cluster = active()
+    first = text.lstrip().splitlines()[:1]
+    if cluster is None or not cluster.running or not first:
+        return None
+    return cluster if first[0].startswith(("%%distributed", "%distributed")) else None
 
 
 def _match(text: str, column: int, line: int) -> dict[str, Any]:
     from IPython.core.completer import SimpleCompletion
 
-    from nbdist.cluster import active
-
     nothing: dict[str, Any] = {"completions": [], "suppress": False}
-    cluster = active()
-    first = text.lstrip().splitlines()[:1]
-    if (
-        cluster is None
-        or not cluster.running
-        or not first
-        or not first[0].startswith(("%%distributed", "%distributed"))
-    ):
+    cluster = _cluster_of(text)
+    if cluster is None:
         return nothing
     lines = text.splitlines(keepends=True)
     cursor = sum(len(each) for each in lines[:line]) + column

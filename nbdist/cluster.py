@@ -295,6 +295,10 @@ class Cluster:
                         f"{len(self._client.ids)} of {self.n} engines registered; engine {engine} "
                         f"{describe_end(death)}.{_indent(death.get('stderr', ''))}"
                     )
+                if self._agent_end is not None:
+                    log = self.run_dir / "log" / "agent.log"
+                    last = log.read_text(errors="replace")[-1500:] if log.exists() else ""
+                    raise ClusterError(f"The node agent ended before its engines had started.{_indent(last)}")
                 if self._controller_end is not None:
                     raise ClusterError(f"The controller ended while the engines were starting.{log_tail(self.run_dir)}")
                 left = deadline - time.monotonic()
