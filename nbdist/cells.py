@@ -8,6 +8,7 @@ import queue
 import re
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -474,7 +475,9 @@ def check_syntax(source: str, label: str) -> None:
 
     try:
         code = TransformerManager().transform_cell(source)
-        compile(code, "<cell>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the ranks will give them
+            compile(code, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except SyntaxError as error:
         raise CellSyntaxError(error, label) from None
 
