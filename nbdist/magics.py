@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
+from nbdist import launch
 from nbdist import ranks as rank_sets
 from nbdist.errors import ClusterError
 
@@ -41,12 +42,14 @@ def _cluster_parser() -> _Parser:
     start.add_argument("-n", type=int)
     start.add_argument("--profile")
     start.add_argument("--backend", default="auto", choices=("auto", "nccl", "gloo"))
-    start.add_argument("--timeout", type=float, default=60.0)
+    start.add_argument("--timeout", type=float)
     start.add_argument("--collective-timeout", type=float, default=1800.0)
     start.add_argument("--keep", action="store_true")
     start.add_argument("--name", default="")
     start.add_argument("--repair", default="ask", choices=("auto", "ask"))
     start.add_argument("--oversubscribe", action="store_true")
+    start.add_argument("--dry-run", action="store_true")
+    launch.add_options(start)
     for name in ("status", "stop", "interrupt"):
         commands.add_parser(name)
     attach = commands.add_parser("attach")
@@ -54,6 +57,7 @@ def _cluster_parser() -> _Parser:
     commands.add_parser("detach")
     repair = commands.add_parser("repair")
     repair.add_argument("--copy")
+    repair.add_argument("--shrink", action="store_true")
     resize = commands.add_parser("resize")
     resize.add_argument("-n", type=int, required=True)
     debug = commands.add_parser("debug")
@@ -123,7 +127,7 @@ class ClusterMagics(Magics):
             running.debug(options["state"] == "on")
             return None
         if command == "repair":
-            print(running.repair(options["copy"]))
+            print(running.repair(options["copy"], shrink=options["shrink"]))
             return None
         if command == "resize":
             try:
@@ -230,6 +234,12 @@ def _start(options: dict[str, Any]) -> Any:
     from nbdist.cluster import Cluster, active
     from nbdist.progress import StartProgress
 
+    options["options"] = launch.take_options(options)
+    if options.pop("dry_run"):
+        from nbdist.processes import dry_run
+
+        print(dry_run(options["profile"], options["n"], options["options"]))
+        return None
     running = active()
     if running is not None and not running.defunct:
         n = options["n"]
@@ -245,7 +255,12 @@ def _start(options: dict[str, Any]) -> Any:
     except ValueError as error:
         raise UsageError(f"%cluster start: {error}") from None
     with StartProgress() as progress:
-        return cluster.start(progress)
+        try:
+            return cluster.start(progress)
+        except KeyboardInterrupt:
+            from nbdist.cells import Stopped
+
+            raise Stopped(["The start was stopped; nothing is left of it."]) from None
 
 
 def _ranks(text: str | None, cluster: Any) -> tuple[int, ...] | None:

@@ -245,7 +245,11 @@ class Output:
             if final:
                 self._finish(rank, state, now)
             for screen in state.screens.values():
-                if screen.since is not None and now - screen.since > PARTIAL_S and not screen.live:
+                if (
+                    screen.since is not None
+                    and now - screen.since > PARTIAL_S
+                    and not (screen.live or state.overflowed)
+                ):
                     screen.shown = self.live_dirty = True
         chunk: list[str] = []
         stream = "stdout"

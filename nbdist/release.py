@@ -7,22 +7,44 @@ while.
 
 from __future__ import annotations
 
+import contextlib
+import math
+import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from nbdist.hangs import is_waiting
 from nbdist.ranks import named
 
 if TYPE_CHECKING:
     from nbdist.cells import Cell
 
-__all__ = ["Release"]
+__all__ = ["Release", "stop_button"]
 
 POLL_S = 0.02
 QUIET_S = 0.06
 QUIET_TOGETHER_S = 2.0  # when all ranks are in the same collective, which may just be large or slow
+DEAF_S = 0.5  # in torch.distributed after the signal: it waits there for other ranks
 BOUNDARY_S = 5.0  # for a training loop to come to the step that the ranks have agreed on
-STUBBORN_S = 2.0  # after which the notebook says who does not come
+STUBBORN_S = 2.0  # after which what a rank is in may be a wait all the same, and the notebook says who does not come
+
+
+@contextlib.contextmanager
+def stop_button(pressed: Callable[[], None]) -> Iterator[None]:
+    """Call ``pressed`` when the kernel is interrupted while the block runs, instead of raising at whatever line it is.
+
+    In the main thread; elsewhere no interrupt arrives.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: pressed())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Release:
@@ -58,7 +80,9 @@ class Release:
         texts: dict[str, list[int]] = {}
         for engine, rank in self.cell.engines.items():
             state = self._states.get(engine) or {}
-            text = f"at {state['line']} in {state['called']}" if state.get("line") else "finished or not answering"
+            text = f"at {state['line']}" if state.get("line") else "finished or not answering"
+            if state.get("line") and state["called"]:
+                text += f" in {state['called']}"
             texts.setdefault(text, []).append(rank)
         return "; ".join(f"{named(ranks)} {text}" for text, ranks in texts.items())
 
@@ -105,7 +129,8 @@ class Release:
         self._insist.clear()
         waiting = set(self.cell.remaining)
         last: Any = None
-        since = moved = time.monotonic()
+        beat: Any = None
+        since = moved = still = time.monotonic()
         told = False
         while self.cell.remaining:
             if self._insist.is_set():
@@ -119,12 +144,18 @@ class Release:
             replies = self._ask("progress")
             now = time.monotonic()
             state = {engine: reply["progress"] if reply else None for engine, reply in replies.items()}
+            pulses = {engine: reply["pulse"] if reply else None for engine, reply in replies.items()}
             if state != last:
                 last, since = state, now
             elif self._blocked(state) and now - since > (QUIET_TOGETHER_S if self._together(state) else QUIET_S):
                 self._cut()
                 last, moved = None, now
-            if not told and now - moved > STUBBORN_S and self.cell.remaining and not self._blocked(state):
+            if pulses != beat:
+                beat, still = pulses, now
+            elif not self.cut and now - max(still, since) > self._patience(replies):
+                self._cut()
+                last = None
+            if not told and now - moved > STUBBORN_S + DEAF_S and self.cell.remaining and not self._blocked(state):
                 told = True
                 self._tell(f"{named(self.cell.remaining.values())} still running; interrupt again to force")
             time.sleep(POLL_S)
@@ -137,9 +168,16 @@ class Release:
 
     def _blocked(self, state: dict[int, Any]) -> bool:
         """Whether a rank is inside a collective that is not complete."""
-        return any(
-            enqueued != completed for progress in state.values() for enqueued, completed in (progress or {}).values()
-        )
+        return any(is_waiting(progress or {}) for progress in state.values())
+
+    def _patience(self, replies: dict[int, Any]) -> float:
+        """How long a rank may sit in one native call after the signal until it is taken for a wait.
+
+        A send, a receive and the wait for either are in no counter of collectives.
+        """
+        if not any(replies.values()):
+            return math.inf  # frozen: nobody there to be released
+        return DEAF_S if any(reply["inside"] for reply in replies.values() if reply) else STUBBORN_S
 
     def _together(self, state: dict[int, Any]) -> bool:
         """Whether every rank of the world is in the same collective, which may then just be large or slow."""

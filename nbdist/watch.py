@@ -23,7 +23,7 @@ class Watch:
     """Asks the ranks twice a second how far their collectives are, once a cell has run for a moment.
 
     A cell that waits for a rank which is still at work gets a notice; one that waits for a rank that cannot come any
-    more is ended.
+    more is ended. ``report`` says what the ranks have been waiting for since ``FATAL_S``, where they are.
     """
 
     def __init__(self, cell: Cell) -> None:
@@ -37,36 +37,36 @@ class Watch:
     def _run(self) -> None:
         cluster, cell = self.cell.cluster, self.cell
         last: Any = None
-        since = time.monotonic()
+        since = asked = time.monotonic()
         told: tuple[Any, ...] = ()
         while not cell.finished.wait(POLL_S) and cell.release is None:
             if cluster._client is None:
                 return
             world = cluster.world
-            replies = cluster.client.ask(world.engines, "progress", timeout=POLL_S)
-            progress = {
-                rank: replies[engine]["progress"] if replies.get(engine) else {}
-                for rank, engine in enumerate(world.engines)
-            }
-            running = {rank for rank, engine in enumerate(world.engines) if (replies.get(engine) or {}).get("running")}
+            answers = cluster.client.ask(world.engines, "progress", timeout=POLL_S)
+            replies = {rank: answers.get(engine) or {} for rank, engine in enumerate(world.engines)}
+            progress = {rank: reply.get("progress", {}) for rank, reply in replies.items()}
+            running = {rank for rank, reply in replies.items() if reply.get("running")}
+            inside = {rank: reply["inside"] for rank, reply in replies.items() if reply.get("inside")}
             now = time.monotonic()
-            state = (progress, running)
-            if state != last or not hangs.stuck(progress, running):
-                last, since = state, now
+            state = (progress, running, inside)
+            if state != last or not hangs.stuck(progress, running, inside.keys()):
+                last, since, self.report = state, now, None
                 continue
-            if now - since < FATAL_S:
+            if now - since < FATAL_S or (self.report is not None and now - asked < FATAL_S):
                 continue
-            report = self._ask_all(progress)
-            if report is None or cell.finished.is_set():
+            report, asked = self._ask_all(progress), now
+            if cell.finished.is_set():
+                return
+            self.report = report
+            if report is None:
                 continue
             if report.is_fatal:
-                self.report = report
                 cell.give_up(report)
                 return
             known = (report.kind, report.missing, report.seq)
             if now - since >= HANG_NOTICE_S and known != told:
                 told = known
-                self.report = report
                 cell.notice(report)
 
     def _ask_all(self, progress: dict[int, Any]) -> HangReport | None:

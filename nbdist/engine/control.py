@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nbdist.engine import completion, gate, meters, process_group, runner
+from nbdist.engine import completion, gate, meters, process_group, runner, wrapping
 from nbdist.records import to_wire
 
 __all__ = ["install"]
@@ -36,6 +36,7 @@ def install(kernel: Any) -> None:
     kernel.control_handlers["nbdist_request"] = handle
     _publish_only_idle(kernel)
     runner.install()
+    wrapping.compare_models()
     _install_pager(kernel.shell)
 
     global _publish
@@ -72,7 +73,17 @@ def who() -> dict[str, Any]:
 
 def progress() -> dict[str, Any]:
     """The least that is needed to see whether this rank moves."""
-    return {"running": runner.CELL is not None, "progress": process_group.progress()}
+    cell = runner.CELL
+    if cell is not None and cell.early and _MAIN.ident is not None:
+        cell.early = False
+        signal.pthread_kill(_MAIN.ident, signal.SIGINT)
+    frame = _main_frame()
+    return {
+        "running": cell is not None,
+        "progress": process_group.progress(),
+        "inside": runner.inside(frame),
+        "pulse": (id(frame), frame.f_lasti) if frame is not None else None,
+    }
 
 
 def collectives() -> dict[str, Any]:
@@ -83,24 +94,30 @@ def collectives() -> dict[str, Any]:
         "running": runner.CELL is not None,
         "line": line,
         "called": called,
+        "inside": runner.inside(frame),
         "groups": process_group.collectives(runner.LAST_BEGAN_NS),
     }
 
 
-def interrupt() -> dict[str, Any]:
-    """Deliver one SIGINT to the main thread, if a cell runs."""
+def interrupt(times: int) -> dict[str, Any]:
+    """Deliver one SIGINT to the main thread if a cell runs, unless that many were delivered already."""
     cell = runner.CELL
     if cell is None or _MAIN.ident is None:
         return {"running": False}
+    if cell.interrupts >= times:
+        return {"running": True}
     if not cell.interrupts:
         cell.place = runner.where(_main_frame())
+        cell.was_waiting = any(enqueued != completed for enqueued, completed in process_group.progress().values())
     cell.interrupts += 1
     signal.pthread_kill(_MAIN.ident, signal.SIGINT)
     return {"running": True}
 
 
-def cut() -> dict[str, Any]:
-    """Release the main thread from a collective by shutting down the sockets of the groups."""
+def cut(generation: int) -> dict[str, Any]:
+    """Release the main thread from a collective by shutting down the sockets of its groups."""
+    if generation != process_group.current_generation():
+        return {"closed": 0}  # asked of a rank that was frozen, which has come back since
     cell = runner.CELL
     if cell is not None:
         cell.cut = True
@@ -126,6 +143,11 @@ def complete(code: str, cursor: int) -> dict[str, Any]:
     return completion.complete(runner._shell().user_ns, code, cursor)
 
 
+def describe(code: str, cursor: int) -> dict[str, Any]:
+    """What the name under the cursor is on this rank."""
+    return completion.describe(runner._shell().user_ns, code, cursor)
+
+
 def stack() -> dict[str, Any]:
     """The main thread's Python stack, outermost first."""
     import traceback
@@ -144,6 +166,7 @@ OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "stop_request": stop_request,
     "stop_at": stop_at,
     "complete": complete,
+    "describe": describe,
     "stack": stack,
 }
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import builtins
 import os
-import re
 import signal
 import sys
 import time
 import types
-from dataclasses import dataclass, field
-from typing import Any
+import warnings
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch.distributed as dist
 
 from nbdist.engine import gate, loops, meters, process_group
+from nbdist.engine.explain import explain, from_transport
 from nbdist.records import RankError, to_wire
 
 __all__ = ["CELL", "Running", "install", "run", "where"]
-
-TRANSPORT = re.compile(r"gloo|Connection (closed|reset)|Broken pipe|NCCL communicator was aborted|Timed out waiting")
 
 
 @dataclass(slots=True)
@@ -27,22 +28,18 @@ class Running:
     label: str
     began: float
     began_ns: int
-    counters: dict[str, tuple[int, int]]  # of each group, when the cell began
+    counters: process_group.Counters  # of each group, when the cell began
     interrupts: int = 0
     cut: bool = False
     place: tuple[str, str] = ("", "")  # where the main thread was when it was first interrupted: cell line, function
+    was_waiting: bool = False  # in a collective, then
     showing: bool = False
     awaiting: bool = False
     error: RankError | None = None
-    early: bool = field(default=False)  # a SIGINT came before the first line of the cell
+    early: bool = False  # a SIGINT came between lines of IPython's own: it is still to be delivered
 
 
 CELL: Running | None = None
-STALE = (
-    "This object (a DDP model, or a group) belongs to an earlier generation of the process group, which was formed "
-    "anew since. Wrap the model again: model = nbdist.parallelize(model)."
-)
-
 LAST_BEGAN_NS = 0
 
 
@@ -52,12 +49,13 @@ def run(source: str, label: int, run_name: str) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``error``: a RankError on the wire, or None; ``seconds``; ``progress``: the counters of each group.
+        ``error``: a RankError on the wire, or None; ``seconds``; ``progress``: the counters of each group;
+        ``in_group``: whether there still is a process group.
     """
     global CELL, LAST_BEGAN_NS
-    shell = _shell()
+    shell, process = _shell(), os.getpid()
     cell = CELL = Running(
-        label=f"In[{label}]", began=time.monotonic(), began_ns=time.time_ns(), counters=process_group.progress()
+        label=f"In[{label}]", began=time.monotonic(), began_ns=time.time_ns(), counters=process_group.counters()
     )
     LAST_BEGAN_NS = cell.began_ns
     shell.execution_count = label
@@ -74,6 +72,8 @@ def run(source: str, label: int, run_name: str) -> dict[str, Any]:
         # between two lines of IPython's own: the cell has ended all the same
         cell.error = cell.error or _one_line(cell, interrupt)
     finally:
+        if os.getpid() != process:
+            _end_fork(cell.error)
         CELL = None
         _forget_tracebacks(shell)
         error = cell.error
@@ -83,6 +83,7 @@ def run(source: str, label: int, run_name: str) -> dict[str, Any]:
         "error": to_wire(error) if error is not None else None,
         "seconds": time.monotonic() - cell.began,
         "progress": process_group.progress(),
+        "in_group": dist.is_initialized(),
     }
 
 
@@ -97,36 +98,42 @@ def install() -> None:
     # values that a cell ends with are shown, not kept: Out would hold every tensor that was ever looked at
     shell.displayhook.do_full_cache = False
     shell.displayhook.cache_size = 0
+    # IPython's advice for a prompt, which a rank does not have
+    warnings.filterwarnings("ignore", message="To exit: use", category=UserWarning)
+    # IPython 9 would write each traceback down for %notebook: a second formatting, which keeps the frames it has seen
+    shell._format_exception_for_storage = lambda *args, **kwargs: {}
     plain_traceback = shell.showtraceback
 
     def showtraceback(*args: Any, **kwargs: Any) -> None:
         cell = CELL
-        if cell is None:
+        error = sys.exc_info()[1]
+        if cell is None or error is None:
             plain_traceback(*args, **kwargs)
             return
         cell.showing = True
-        error = sys.exc_info()[1]
-        if error is not None and _is_collateral(cell, error):
+        explained = None if cell.cut else explain(error, cell.counters)
+        if isinstance(error, SystemExit):
+            cell.error = _explained(error, "SystemExit", f"{error.code}: the cell ended, the rank did not")
+        elif explained is not None:
+            cell.error = _explained(error, *explained)
+        elif _is_collateral(cell, error):
             cell.error = _one_line(cell, error)
-            return
-        plain_traceback(*args, **kwargs)
+        else:
+            _leave_out_our_frames(error)
+            plain_traceback(*args, **kwargs)
 
     def keep_traceback(etype: type[BaseException], evalue: Any, lines: list[str]) -> None:
         cell = CELL
         if cell is None:
             return
         error = sys.exc_info()[1]
-        # closed connections, and yet no collective of this generation was touched: an object of an earlier one
-        stale = error is not None and _from_transport(error) and process_group.progress() == cell.counters
         cell.error = RankError(
             rank=_rank(),
             ename=etype.__name__,
             evalue=_text(evalue),
             time=time.time(),
             traceback=tuple(lines),
-            location=location(error.__traceback__ if error is not None else None),
-            hint=STALE if stale else hint(error) if error is not None else "",
-            released="collective" if error is not None and _from_transport(error) and not stale else None,
+            location=place(error.__traceback__)[0] if error is not None else "",
         )
 
     shell.showtraceback = showtraceback
@@ -135,51 +142,54 @@ def install() -> None:
 
 
 def where(frame: types.FrameType | None) -> tuple[str, str]:
-    """Say where a stack is: (the innermost line of a cell, the function it called that is at work now)."""
-    inner = frame.f_code.co_name if frame is not None else ""
-    line = ""
-    called = inner
+    """Say where a stack is: (the innermost line of a cell, what that line called and is in now)."""
+    inner = called = _called(frame) if frame is not None else ""
     while frame is not None:
         name = cell_name(frame.f_code.co_filename)
         if name:
-            line = f"Cell {name}, line {frame.f_lineno}"
-            break
-        if frame.f_code.co_name != "wrapper":  # torch's logging around each collective
-            called = frame.f_code.co_name
+            # called from the cell itself, the innermost function is the cell's own
+            return f"Cell {name}, line {frame.f_lineno}", called if called != "<module>" else ""
+        called = _called(frame) or called
         frame = frame.f_back
-    if not line:
-        return "", inner
-    # called from the cell itself, the innermost function is the cell's own line
-    return line, called if called not in ("", "<module>") else ""
+    return "", inner
 
 
-def location(traceback: types.TracebackType | None) -> str:
-    """Give the innermost cell line of a traceback as ``Cell In[7], line 4``."""
-    line = ""
+def place(traceback: types.TracebackType | None) -> tuple[str, str]:
+    """Say where an error comes from, in the same words."""
+    line = called = ""
     while traceback is not None:
-        name = cell_name(traceback.tb_frame.f_code.co_filename)
+        frame = traceback.tb_frame
+        name = cell_name(frame.f_code.co_filename)
         if name:
-            line = f"Cell {name}, line {traceback.tb_lineno}"
+            line, called = f"Cell {name}, line {traceback.tb_lineno}", ""
+        elif line and not called:
+            called = _called(frame)
         traceback = traceback.tb_next
-    return line
+    return line, called
+
+
+def inside(frame: types.FrameType | None) -> str:
+    """Give the function of torch.distributed that a thread is in, if it is: it may be waiting for other ranks there."""
+    if frame is None or not str(frame.f_globals.get("__name__", "")).startswith("torch.distributed"):
+        return ""
+    return frame.f_code.co_name
+
+
+def _called(frame: types.FrameType) -> str:
+    """Name a function as the cell calls it: ``Linear.forward`` where torch's frame is ``_wrapped_call_impl``."""
+    name = frame.f_code.co_name
+    if name == "wrapper":  # torch's logging around each collective
+        return ""
+    if name in ("__init__", "_wrapped_call_impl", "_call_impl") and "self" in frame.f_locals:
+        owner = type(frame.f_locals["self"]).__name__
+        return owner if name == "__init__" else f"{owner}.forward"
+    return name
 
 
 def cell_name(filename: str) -> str:
     """Give ``In[7]`` for the file name that IPython compiled cell 7 under, else nothing."""
     named = _shell().compile.format_code_name(filename)
     return str(named[1]) if named else ""
-
-
-def hint(error: BaseException) -> str:
-    """One line that says what to do, for the errors of torch whose own text does not."""
-    text = _text(error)
-    if "initialize the default process group twice" in text:
-        return "nbdist has formed the process group already: use it as it is, guarded by dist.is_initialized()."
-    if "Expected to have finished reduction" in text:
-        return (
-            'Some parameters took no part in the loss: nbdist.parallelize(model, "ddp", find_unused_parameters=True).'
-        )
-    return ""
 
 
 def _on_sigint(signum: int, frame: types.FrameType | None) -> None:
@@ -217,24 +227,37 @@ def _is_collateral(cell: Running, error: BaseException) -> bool:
     """Tell an error that this rank has because of another one from one of its own."""
     if isinstance(error, KeyboardInterrupt):
         return cell.interrupts > 0 or isinstance(error, gate.StepStop)
-    return cell.cut and _from_transport(error)
-
-
-def _from_transport(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and bool(TRANSPORT.search(_text(error)))
+    return from_transport(error)
 
 
 def _one_line(cell: Running, error: BaseException) -> RankError:
     # the traceback of an interrupt shows where the signal was noticed, a moment after the place where the rank was
-    line, called = cell.place if cell.place[0] else (location(error.__traceback__), "")
+    line, called = cell.place if cell.place[0] else place(error.__traceback__)
+    waited = cell.was_waiting or from_transport(error)
     return RankError(
         rank=_rank(),
         ename=type(error).__name__,
         evalue=_text(error),
         time=time.time(),
         location=line,
-        released=called if cell.cut else "",
+        released=(called or "a collective") if waited else "",
     )
+
+
+def _explained(error: BaseException, ename: str, evalue: str) -> RankError:
+    return RankError(rank=_rank(), ename=ename, evalue=evalue, time=time.time(), location=place(error.__traceback__)[0])
+
+
+def _leave_out_our_frames(error: BaseException) -> None:
+    """End the traceback where the user's code called nbdist, which raised: its text is for the user, its lines not."""
+    last: types.TracebackType | None = None  # the innermost frame that is not ours
+    traceback = error.__traceback__
+    while traceback is not None:
+        if not str(traceback.tb_frame.f_globals.get("__name__", "")).startswith("nbdist."):
+            last = traceback
+        traceback = traceback.tb_next
+    if last is not None and not isinstance(error, AssertionError):
+        last.tb_next = None
 
 
 def _text(value: object) -> str:
@@ -244,6 +267,16 @@ def _text(value: object) -> str:
         return f"<unprintable {type(value).__name__}: {type(error).__name__} in its __str__>"
 
 
+def _end_fork(error: RankError | None) -> NoReturn:
+    """End a process that the cell forked and that ran the cell to its end: there must be no second engine."""
+    if error is not None:
+        text = "\n".join(error.traceback) or f"{error.ename}: {error.evalue}"
+        os.write(2, f"process {os.getpid()}, forked in a cell of rank {error.rank}:\n{text}\n".encode())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if error is None else 1)
+
+
 def _forget_tracebacks(shell: Any) -> None:
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):
@@ -251,6 +284,9 @@ def _forget_tracebacks(shell: Any) -> None:
     shell.InteractiveTB.tb = None
     shell.last_execution_result = None
     shell._last_traceback = None
+    # what IPython 9 keeps of each cell for %notebook
+    for kept in ("exceptions", "outputs"):
+        getattr(shell.history_manager, kept, {}).clear()
 
 
 def _refuse_input(shell: Any) -> None:

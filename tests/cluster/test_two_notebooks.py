@@ -16,9 +16,7 @@ def test_two_notebooks_have_clusters_of_their_own(tmp_path: Path) -> None:
         for kernel, cell in zip((first, second), cells, strict=True):
             assert kernel.wait(cell, timeout=90).ok, cell
         assert not set(pids(first).values()) & set(pids(second).values())
-        ports = [
-            {port for process in kernel.processes() for port in listening(process)} for kernel in (first, second)
-        ]
+        ports = [{port for process in kernel.processes() for port in listening(process)} for kernel in (first, second)]
         assert ports[0] and ports[1] and not ports[0] & ports[1]
         for tag, kernel in enumerate((first, second), 1):
             kernel.check(f"%%distributed\ntag = {tag}")

@@ -432,7 +432,7 @@ def test_a_rank_that_floods_costs_the_others_no_line(two: Ranks) -> None:
 
 def test_a_line_that_was_unfinished_at_the_overflow_is_whole(two: Ranks, tmp_path: Path) -> None:
     two.say(0, "".join(f"line {i}\n" for i in range(5000)) + "begun ")
-    two.wait(1)
+    two.wait(PARTIAL_S / 2)
     two.say(0, "and ended\nlast\n")
     lines = two.end()
     assert lines[-2:] == ["[0] begun and ended", "[0] last"]

@@ -90,7 +90,7 @@ def test_a_parameter_that_two_layers_share_is_shared_afterwards() -> None:
     assert copy[1].weight is copy[0].weight
     assert isinstance(copy[0].weight, nn.Parameter)
     assert len(list(copy.parameters())) == 3
-    assert torch.equal(copy[0].weight, model[0].weight)
+    assert torch.equal(copy.get_parameter("0.weight"), model.get_parameter("0.weight"))
 
 
 def test_a_tensor_that_is_sent_twice_is_one_afterwards() -> None:
