@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from nbdist import launch
+
 NOTEBOOK = "00_quickstart.ipynb"
 
 # nbconvert's page loads require.js, MathJax and mermaid from the internet. Ours has to open on a machine without one.
@@ -39,6 +41,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     check = commands.add_parser("check", help="start ranks, form a group, verify it, stop")
     check.add_argument("-n", type=int, default=2, help="number of ranks (default: 2)")
     check.set_defaults(run=lambda options: run_check(options.n))
+
+    profile = commands.add_parser("profile", help="profiles: where and how ranks are started")
+    verbs = profile.add_subparsers(dest="verb", required=True)
+    install = verbs.add_parser("install", help="copy a profile to your own, with your settings")
+    install.add_argument("name")
+    install.add_argument("--from", dest="source", default="", help="the profile to copy (default: the one called NAME)")
+    launch.add_options(install)
+    install.set_defaults(run=run_install)
+    listed = verbs.add_parser("list", help="the profiles that there are")
+    listed.set_defaults(run=lambda options: run_list())
+    show = verbs.add_parser("show", help="a profile's settings")
+    show.add_argument("name")
+    show.set_defaults(run=lambda options: run_show(options.name))
+    tried = verbs.add_parser("check", help="start it, look for what could go wrong on its hosts, stop it")
+    tried.add_argument("name")
+    tried.add_argument("-n", type=int)
+    launch.add_options(tried)
+    tried.set_defaults(run=run_profile_check)
 
     options = parser.parse_args(argv)
     try:
@@ -159,6 +179,59 @@ def run_check(n: int) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+# -- profile ---------------------------------------------------------------------------------------------------------
+
+
+def run_install(options: argparse.Namespace) -> int:
+    """Copy a profile to the user's own."""
+    from nbdist import NbdistError, profiles
+
+    try:
+        folder = profiles.install(options.name, launch.take_options(vars(options)), options.source)
+    except NbdistError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{folder}\nStart it with: %cluster start --profile {options.name}")
+    return 0
+
+
+def run_list() -> int:
+    """Print each profile with its folder."""
+    from nbdist import profiles
+
+    for name, folder in sorted(profiles.known().items()):
+        print(f"{name:12} {folder}")
+    return 0
+
+
+def run_show(name: str) -> int:
+    """Print a profile's README and settings."""
+    from nbdist import NbdistError, profiles
+
+    try:
+        print(profiles.describe(name))
+    except NbdistError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def run_profile_check(options: argparse.Namespace) -> int:
+    """Start a profile's ranks, check their hosts, stop."""
+    import nbdist
+
+    settings = launch.take_options(vars(options))
+    try:
+        with nbdist.Cluster(options.n, profile=options.name, options=settings).start(print) as cluster:
+            print(cluster)
+            checked = cluster.check()
+            print(checked)
+    except (nbdist.NbdistError, ValueError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0 if checked.ok else 1
 
 
 if __name__ == "__main__":

@@ -355,7 +355,11 @@ class Cell:
         if not real and any(TIMED_OUT.search(error.evalue) for error in self.errors.values()):
             report = self._watch.report if self._watch is not None else None
             lines = report.lines if report is not None else self._stops()
-            raise CollectiveTimeout("\n".join([f"No rank came in {cluster.collective_timeout:g} s.", *lines]))
+            came = [rank for rank, error in self.errors.items() if TIMED_OUT.search(error.evalue)]
+            missing = [rank for rank in self.ranks if rank not in came] or self.ranks
+            raise CollectiveTimeout(
+                "\n".join([f"{named(missing)} did not come in {cluster.collective_timeout:g} s.", *lines])
+            )
         if self.errors:
             raise DistributedError(list(self.errors.values()))
 

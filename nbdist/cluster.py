@@ -11,17 +11,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist import ranks as rank_sets
 from nbdist.errors import ClusterError
+from nbdist.hosts import Hosts
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from nbdist.cells import Cell
+    from nbdist.check import Check
     from nbdist.client import RankClient
     from nbdist.page import Page
     from nbdist.processes import Processes
@@ -61,14 +63,16 @@ class Cluster:
         Name of a profile (``local``, …) or a profile folder.
     backend : {"auto", "nccl", "gloo"}
         "auto" is nccl when there is a GPU for each rank, else gloo.
-    timeout : float
-        Seconds to wait for the engines and the first all_reduce.
+    timeout : float, optional
+        Seconds to wait for the engines and the first all_reduce: 60, or 600 where a job waits in a queue.
     collective_timeout : float
         Seconds after which a collective gives up by itself; the state is kept when it does.
     keep : bool
         Leave the cluster running when this process ends.
     oversubscribe : bool
         Allow more than four ranks per core.
+    options : dict, optional
+        What the profile's launcher takes: ``{"hosts": "gpu1:8,gpu2:8"}``, ``{"nodes": 4, "partition": "gpu"}``.
 
     Examples
     --------
@@ -83,12 +87,13 @@ class Cluster:
         *,
         profile: str | os.PathLike[str] | None = None,
         backend: str = "auto",
-        timeout: float = 60.0,
+        timeout: float | None = None,
         collective_timeout: float = 1800.0,
         keep: bool = False,
         name: str = "",
         repair: str = "ask",
         oversubscribe: bool = False,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         from nbdist.host import visible_gpus
 
@@ -97,9 +102,21 @@ class Cluster:
         if repair not in ("ask", "auto"):
             raise ValueError(f"repair {repair!r}: choose auto or ask.")
         gpus = visible_gpus()
-        self.n = (gpus or 2) if n is None else n
-        check_size(self.n, gpus, backend, oversubscribe)
-        self.backend = backend if backend != "auto" else ("nccl" if 0 < self.n <= gpus else "gloo")
+        self._asked = n
+        self.options = dict(options or {})
+        if profile in (None, "local"):
+            if self.options:
+                raise ValueError(
+                    f"{', '.join(sorted(self.options))}: for other hosts. Name them with --profile ssh, slurm, …"
+                )
+            self.n = (gpus or 2) if n is None else n
+            check_size(self.n, gpus, backend, oversubscribe)
+            self.backend = backend if backend != "auto" else ("nccl" if 0 < self.n <= gpus else "gloo")
+        else:
+            if n is not None and n < 1:
+                raise ValueError(f"-n {n}: a world has at least 1 rank.")
+            self.n = n or 0  # where it was not asked for, the profile says
+            self.backend = backend  # "auto" until the hosts have said what they have
         self.profile = profile
         self.timeout = timeout
         self.collective_timeout = collective_timeout
@@ -116,6 +133,7 @@ class Cluster:
         self._telemetry: Telemetry | None = None
         self._requests: dict[str, tuple[Cell, int]] = {}  # message id -> who waits for its output
         self._engine_pids: dict[int, int] = {}
+        self.hosts = Hosts(self)
         self._changed = threading.Condition()
         self._controller_end: Any = None
         self._agent_end: Any = None
@@ -153,7 +171,7 @@ class Cluster:
         began = time.monotonic()
         _active = self
         try:
-            self._start(tell, began + self.timeout)
+            self._start(tell, began)
         except BaseException:
             self.stop()
             raise
@@ -163,13 +181,14 @@ class Cluster:
         atexit.register(self._at_exit)
         return self
 
-    def _start(self, tell: Callable[[str], None], deadline: float) -> None:
-        from nbdist.host import notices
+    def _start(self, tell: Callable[[str], None], began: float) -> None:
+        from nbdist.host import check_ports, notices
         from nbdist.page import Page
         from nbdist.processes import Launched
 
         self._page = Page()
-        for notice in notices(self.backend):
+        check_ports()
+        for notice in notices(self.backend, self.n):
             self._page.write(f"nbdist: {notice}\n", "stderr")
         tell("starting the controller")
         self.run_dir = Path(tempfile.mkdtemp(prefix="nbdist-"))
@@ -177,16 +196,20 @@ class Cluster:
         processes = self._processes = Launched(
             self.run_dir,
             profile=self.profile,
-            n=self.n,
+            n=self.n or None,
             keep=self.keep,
             timeout=self.timeout,
             on_agent=self._on_agent,
             on_agent_end=self._on_agent_end,
             on_controller_end=self._on_controller_end,
+            options=self.options,
         )
+        self.n, deadline = processes.n, began + processes.timeout
         self._connect(processes, deadline)
         tell(f"engines: 0 of {self.n}")
         self._wait_for_engines(tell, deadline)
+        if self.backend == "auto":
+            self.backend = "nccl" if self.n <= self.hosts.gpus else "gloo"
         tell(f"forming the group of {self.n} ranks")
         self._world = self._new_world()
         self._world.form(wait=max(1.0, deadline - time.monotonic()))
@@ -209,7 +232,10 @@ class Cluster:
         from nbdist.world import World
 
         assert self.run_dir is not None
-        return World(self.client, self.run_dir, backend=self.backend, timeout=self.collective_timeout)
+        one_host = self._processes is None or self._processes.one_host
+        return World(
+            self.client, self.run_dir, backend=self.backend, timeout=self.collective_timeout, one_host=one_host
+        )
 
     def _write_down(self, controller: Any) -> None:
         from nbdist import kept
@@ -223,6 +249,7 @@ class Cluster:
             "backend": self.backend,
             "collective_timeout": self.collective_timeout,
             "logs": str(self.log_dir("")),
+            "profile": str(self.profile or ""),
         }
         kept.write_down(self.name, entry)
 
@@ -248,6 +275,7 @@ class Cluster:
         name, entry = kept.find(name)
         cluster = cls(
             entry["n"],
+            profile=entry.get("profile") or None,
             backend=entry["backend"],
             collective_timeout=entry["collective_timeout"],
             keep=True,
@@ -285,8 +313,8 @@ class Cluster:
     def _wait_for_engines(self, tell: Callable[[str], None], deadline: float) -> None:
         from nbdist.processes import log_tail
 
-        assert self._client is not None and self.run_dir is not None
-        told = 0
+        assert self._client is not None and self._processes is not None and self.run_dir is not None
+        told, stage = 0, ""
         with self._changed:
             while len(self._client.ids) < self.n:
                 if self.deaths:
@@ -295,26 +323,38 @@ class Cluster:
                         f"{len(self._client.ids)} of {self.n} engines registered; engine {engine} "
                         f"{describe_end(death)}.{_indent(death.get('stderr', ''))}"
                     )
+                if self.hosts.failure:
+                    raise ClusterError(self.hosts.failure.strip())
                 if self._agent_end is not None:
                     log = self.run_dir / "log" / "agent.log"
                     last = log.read_text(errors="replace")[-1500:] if log.exists() else ""
+                    if "No module named 'torch'" in last:
+                        raise ClusterError(
+                            f"torch is missing where the engines run ({sys.executable}). Install it: pip install torch."
+                        )
                     raise ClusterError(f"The node agent ended before its engines had started.{_indent(last)}")
                 if self._controller_end is not None:
                     raise ClusterError(f"The controller ended while the engines were starting.{log_tail(self.run_dir)}")
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise ClusterError(
-                        f"{len(self._client.ids)} of {self.n} engines registered in {self.timeout:g} s. "
+                        f"{len(self._client.ids)} of {self.n} engines registered in {self._processes.timeout:g} s"
+                        f"{f' ({self.hosts.stage})' if self.hosts.stage else ''}. "
                         f"Give more with %cluster start --timeout.{log_tail(self.run_dir)}"
                     )
                 self._changed.wait(min(left, 0.1))
+                if self.hosts.stage != stage:
+                    stage = self.hosts.stage
+                    tell(stage)
                 if len(self._client.ids) > told:
                     told = len(self._client.ids)
                     tell(f"engines: {told} of {self.n}")
+        if told < self.n:
+            tell(f"engines: {self.n} of {self.n}")
 
     def stop(self) -> None:
         """End everything that was started, by pid, and remove what it left on disk. Does nothing the second time."""
-        if self.keep and self.name:
+        if self.keep and self.name and not (self._processes is not None and self._processes.theirs):
             from nbdist import kept
 
             kept.forget(self.name)
@@ -510,6 +550,12 @@ class Cluster:
 
         return ask(self)
 
+    def check(self) -> Check:
+        """Look for what could go wrong on these hosts: versions, interfaces, names, limits, clocks, the group."""
+        from nbdist.check import check
+
+        return check(self)
+
     def chips(self) -> Sequence[tuple[int, str, str]]:
         """Rank, state and detail for the panel, from what is known here without asking."""
         from nbdist.status import chips
@@ -542,13 +588,15 @@ class Cluster:
         for future in futures:
             future.wait()
 
-    def repair(self, copy: str | None = None) -> str:
+    def repair(self, copy: str | None = None, *, shrink: bool = False) -> str:
         """Put an empty rank in the place of each dead one and form the group anew; the living keep their state.
 
         Parameters
         ----------
         copy : str, optional
             Name of an object (a ``Trainer``) that the new ranks get from the lowest living rank.
+        shrink : bool
+            Go on with the living alone, in a smaller world.
 
         Returns
         -------
@@ -557,7 +605,7 @@ class Cluster:
         """
         from nbdist import membership
 
-        return membership.repair(self, copy)
+        return membership.shrink(self) if shrink else membership.repair(self, copy)
 
     def resize(self, n: int) -> str:
         """Grow or shrink the world to ``n`` ranks; ranks that stay keep their state. Give what was done."""
@@ -569,14 +617,15 @@ class Cluster:
         """End the process of one engine; its rank is dead then, and the others keep their state."""
         pid = self._engine_pids.get(engine)
         if pid is not None and self._processes is not None:
-            self._processes.tell(op="signal", pid=pid, signal=int(signal.SIGKILL))
+            node = self.hosts.nodes.get(engine, 0)
+            self._processes.tell(op="signal", pid=pid, signal=int(signal.SIGKILL), node=node)
 
-    def fork(self, local_rank: int, engine: int) -> None:
+    def fork(self, local_rank: int, engine: int, node: int = 0) -> None:
         """Let the node agent fork an engine for a local rank, warm: torch is imported there already."""
         with self._changed:
             self.deaths.pop(engine, None)
         assert self._processes is not None
-        self._processes.tell(op="fork", local_rank=local_rank, id=engine)
+        self._processes.tell(op="fork", local_rank=local_rank, id=engine, node=node)
 
     def logs(self, ranks: Iterable[int] | None = None, last: int = 4096) -> str:
         """Give the end of what the ranks' processes wrote to their standard error."""
@@ -584,9 +633,12 @@ class Cluster:
         texts = []
         for info in self.world.ranks:
             if ranks is None or info.rank in ranks:
-                path = self.run_dir / "log" / f"rank-{info.local_rank}.err"
-                text = path.read_text(errors="replace")[-last:] if path.exists() else ""
-                texts.append(f"[{info.rank}] {path}\n{text or '(nothing)'}")
+                if self._processes is not None and not self._processes.one_host:
+                    where, text = f"host {info.host}", self.hosts.tail(self.world.engines[info.rank], info)[-last:]
+                else:
+                    path = self.run_dir / "log" / f"rank-{info.local_rank}.err"
+                    where, text = str(path), path.read_text(errors="replace")[-last:] if path.exists() else ""
+                texts.append(f"[{info.rank}] {where}\n{text or '(nothing)'}")
         return "\n".join(texts)
 
     # -- what happens in other threads -------------------------------------------------------------------------------
@@ -605,18 +657,19 @@ class Cluster:
 
     def _on_agent(self, event: dict[str, Any]) -> None:
         with self._changed:
+            self.hosts.note(event)
             if event["event"] == "forked":
                 self._engine_pids[event["id"]] = event["pid"]
                 self.deaths.pop(event["id"], None)
             elif event["event"] == "exited":
-                engine = next((e for e, pid in self._engine_pids.items() if pid == event["pid"]), None)
+                engine = next((e for e, pid in self._engine_pids.items() if self.hosts.is_here(e, pid, event)), None)
                 if engine is not None:
                     del self._engine_pids[engine]
                     if engine not in self._retired:
                         self.deaths[engine] = event
                         self._tell_of_death(engine, event)
             self._changed.notify_all()
-        if event["event"] == "exited" and self.cell is not None:
+        if event["event"] in ("exited", "lost") and self.cell is not None:
             self.cell.wake()
 
     def _tell_of_death(self, engine: int, event: dict[str, Any]) -> None:
@@ -654,6 +707,8 @@ class Cluster:
 def describe_end(death: dict[str, Any], host: str = "") -> str:
     """Say how a process ended: ``exited with code 3``, ``was killed by signal 9 (SIGKILL): often out of memory``."""
     number = death.get("signal")
+    if "why" in death:
+        return str(death["why"])
     who = f"(pid {death['pid']}{', host ' + host if host else ''})"
     if number is None:
         return f"{who} exited with code {death.get('code')}"
@@ -666,7 +721,9 @@ def describe_end(death: dict[str, Any], host: str = "") -> str:
 
 
 def check_size(n: int, gpus: int, backend: str, oversubscribe: bool) -> None:
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    from nbdist.host import cores as count_cores
+
+    cores = count_cores()
     limit = max(8, 4 * cores)
     if n < 1:
         raise ValueError(f"-n {n}: a world has at least 1 rank.")

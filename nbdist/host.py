@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import IO
 
-__all__ = ["AGENT", "clean_environment", "notices", "spawn", "visible_gpus"]
+from nbdist.errors import ClusterError
 
+__all__ = ["AGENT", "check_ports", "clean_environment", "cores", "notices", "spawn", "visible_gpus"]
+
+PORTS = 24  # of the controller's sockets, and a few to spare
 AGENT = (sys.executable, "-m", "nbdist.engine.agent")
 
 STALE = (
@@ -31,9 +36,31 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environment.items() if k not in STALE and not k.startswith("TORCHELASTIC_")}
 
 
-def notices(backend: str) -> list[str]:
-    """Give one line for each of the user's settings that is not passed on to the ranks as it is."""
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def check_ports() -> None:
+    """Raise a ClusterError when this host has too few free TCP ports: the controller would wait for one in vain."""
+    with contextlib.ExitStack() as held:
+        try:
+            for _ in range(PORTS):
+                held.enter_context(socket.socket()).bind(("127.0.0.1", 0))
+        except OSError as error:
+            raise ClusterError(
+                f"A cluster needs {PORTS} free TCP ports on 127.0.0.1, and there are fewer ({error.strerror}). "
+                "End programs that hold them, or widen net.ipv4.ip_local_port_range."
+            ) from None
+
+
+def notices(backend: str, n: int) -> list[str]:
+    """Give one line for each thing about this start that the user may not expect."""
     found = []
+    if backend == "gloo" and n > cores():
+        found.append(
+            f"{n} ranks on {cores()} core{'s' if cores() > 1 else ''}: they take turns, and each step takes longer."
+        )
     stale = [name for name in STALE if name in os.environ]
     if stale:
         found.append(f"{', '.join(stale)} of the notebook's environment ignored: the ranks get their own.")

@@ -12,10 +12,13 @@ from typing import Any
 
 import psutil
 
+from nbdist.channel import reachable
 from nbdist.errors import ClusterError
 from nbdist.profiles import state_home
 
 __all__ = ["AgentLine", "find", "forget", "write_down"]
+
+ELSEWHERE_S = 3.0
 
 
 def write_down(name: str, entry: dict[str, Any]) -> None:
@@ -62,6 +65,8 @@ def find(name: str = "") -> tuple[str, dict[str, Any]]:
 
 def _is_ours(entry: dict[str, Any]) -> bool:
     """Whether the entry's controller lives, is this user's, and is the process that was written down."""
+    if entry.get("hostname", socket.gethostname()) != socket.gethostname():  # a job's, on another host of its
+        return not reachable(entry["exchange"]["host"], entry["exchange"]["port"], ELSEWHERE_S)
     try:
         process = psutil.Process(entry["controller"])
         mine = process.uids().real == os.getuid() and os.stat(entry["run_dir"]).st_uid == os.getuid()

@@ -50,7 +50,7 @@ def _cluster_parser() -> _Parser:
     start.add_argument("--oversubscribe", action="store_true")
     start.add_argument("--dry-run", action="store_true")
     launch.add_options(start)
-    for name in ("status", "stop", "interrupt"):
+    for name in ("status", "stop", "interrupt", "check"):
         commands.add_parser(name)
     attach = commands.add_parser("attach")
     attach.add_argument("name", nargs="?", default="")
@@ -115,6 +115,8 @@ class ClusterMagics(Magics):
         running = clusters.require()
         if command == "status":
             return running.status()
+        if command == "check":
+            return running.check()
         if command == "logs":
             print(running.logs(_ranks(options["ranks"], running)))
             return None

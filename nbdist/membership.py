@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,9 +14,10 @@ from nbdist.ranks import named
 if TYPE_CHECKING:
     from nbdist.cluster import Cluster
 
-__all__ = ["adopt", "repair", "resize"]
+__all__ = ["adopt", "repair", "resize", "shrink"]
 
 REGISTER_S = 60.0
+RETURN_S = 30.0  # for the agent of a lost host that is started again
 
 
 def repair(cluster: Cluster, copy: str | None = None) -> str:
@@ -29,8 +31,10 @@ def repair(cluster: Cluster, copy: str | None = None) -> str:
             return "The group was formed anew; no rank was lost."
         return "Nothing to repair: every rank lives and the group is whole."
     _await_ids(cluster, absent=dead.values())
+    _bring_back_hosts(cluster, {cluster.hosts.nodes.get(engine, 0) for engine in dead.values()})
     for rank, engine in dead.items():
-        cluster.fork(world.ranks[rank].local_rank, engine)
+        local_rank = cluster.hosts.local_ranks.get(engine, world.ranks[rank].local_rank)
+        cluster.fork(local_rank, engine, cluster.hosts.nodes.get(engine, 0))
     _await_ids(cluster, present=dead.values())
     world.form()
     done = f"{named(dead)} replaced by {'an empty one' if len(dead) == 1 else 'empty ones'}"
@@ -46,6 +50,26 @@ def repair(cluster: Cluster, copy: str | None = None) -> str:
     return done + "."
 
 
+def shrink(cluster: Cluster) -> str:
+    """Go on without the dead ranks; see ``Cluster.repair``."""
+    world = cluster.world
+    _refuse_while_running(cluster)
+    dead = {rank: engine for rank, engine in enumerate(world.engines) if engine in cluster.deaths}
+    if not dead:
+        return "Nothing to shrink: every rank lives."
+    if len(dead) == world.size:
+        raise ClusterError("No rank lives. %cluster start begins anew.")
+    before = world.size
+    _await_ids(cluster, absent=dead.values())
+    cluster.n = before - len(dead)
+    world.form()
+    cluster.telemetry.world_size = cluster.n
+    return (
+        f"The world shrank from {before} to {cluster.n} ranks without {named(dead)}; "
+        f"the others kept their state and are {named(range(cluster.n))} now."
+    )
+
+
 def resize(cluster: Cluster, n: int) -> str:
     """Grow or shrink the world; see ``Cluster.resize``."""
     from nbdist.cluster import check_size
@@ -53,7 +77,12 @@ def resize(cluster: Cluster, n: int) -> str:
 
     world = cluster.world
     _refuse_while_running(cluster)
-    check_size(n, visible_gpus(), cluster.backend, cluster.oversubscribe)
+    processes = cluster._processes
+    assert processes is not None
+    if processes.one_host:
+        check_size(n, visible_gpus(), cluster.backend, cluster.oversubscribe)
+    elif n < 1:
+        raise ValueError(f"-n {n}: a world has at least 1 rank.")
     if any(engine in cluster.deaths for engine in world.engines):
         raise ClusterError("A rank is dead. First %cluster repair, then %cluster resize.")
     before = world.size
@@ -68,8 +97,14 @@ def resize(cluster: Cluster, n: int) -> str:
     else:
         joining = [engine for engine in range(n + before) if engine not in world.engines][: n - before]
         cluster._retired.difference_update(joining)
-        for local_rank, engine in zip(range(before, n), joining, strict=True):
-            cluster.fork(local_rank, engine)
+        taken = cluster.hosts.occupied()
+        places = []
+        for _ in joining:
+            places.append(processes.place(taken))
+            taken.append(places[-1])
+        _bring_back_hosts(cluster, {node for node, _ in places})
+        for (node, local_rank), engine in zip(places, joining, strict=True):
+            cluster.fork(local_rank, engine, node)
         _await_ids(cluster, present=joining)
     cluster.n = n
     world.form()
@@ -87,14 +122,24 @@ def adopt(cluster: Cluster, entry: dict[str, Any], deadline: float) -> None:
     from nbdist.processes import Found
     from nbdist.records import RankInfo, from_wire
 
-    cluster.run_dir = Path(entry["run_dir"])
+    # a job's own folder may be on another host, and is not ours to remove
+    cluster.run_dir = Path(tempfile.mkdtemp(prefix="nbdist-")) if entry.get("job") else Path(entry["run_dir"])
     cluster._page = Page()
     cluster._page.closed = True
     processes = cluster._processes = Found(entry, on_agent=cluster._on_agent, on_agent_end=cluster._on_agent_end)
     cluster._connect(processes, deadline)
     client = cluster.client
+    if processes.theirs:
+        _await_ids(cluster, present=range(processes.n))
     replies = client.ask(client.ids, "who", timeout=max(1.0, deadline - time.monotonic()))
     infos = {engine: from_wire(RankInfo, reply["info"]) for engine, reply in replies.items() if reply}
+    if processes.theirs and not infos:  # nobody has formed its group yet
+        if cluster.backend == "auto":
+            cluster.backend = "nccl" if processes.n <= cluster.hosts.gpus else "gloo"
+        cluster.n = processes.n
+        cluster._world = cluster._new_world()
+        cluster._world.form(wait=max(1.0, deadline - time.monotonic()))
+        return
     silent = sorted(set(client.ids) - set(infos))
     if silent or not infos:
         raise ClusterError(f"Engines {silent or 'none'} of the kept cluster do not answer. Try again, or start anew.")
@@ -102,12 +147,25 @@ def adopt(cluster: Cluster, entry: dict[str, Any], deadline: float) -> None:
     world = cluster._world = cluster._new_world()
     world.engines = tuple(sorted(infos, key=lambda engine: infos[engine].rank))
     world.ranks = tuple(infos[engine] for engine in world.engines)
+    if processes.theirs:
+        cluster.backend = world.backend = world.ranks[0].backend
     world.generation = max(info.generation for info in infos.values())
     cluster.n = world.size
     cluster.telemetry.replay(Path(entry["logs"]) / "runs")
     busy = {infos[engine].rank: reply["label"] for engine, reply in replies.items() if reply and reply["label"]}
     if busy:
         cells.adopt(cluster, busy)
+
+
+def _bring_back_hosts(cluster: Cluster, nodes: Iterable[int]) -> None:
+    """Start the agents of lost hosts, before anything is forked there."""
+    assert cluster._processes is not None
+    if cluster._processes.one_host:
+        return
+    for node in sorted(nodes):
+        if not cluster.hosts.bring_back(node, RETURN_S):
+            why = cluster.hosts.failure.strip() or f"no sign of it in {RETURN_S:g} s"
+            raise ClusterError(f"A lost host is not back: {why} Go on without it: %cluster repair --shrink.")
 
 
 def _refuse_while_running(cluster: Cluster) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import os
 import socket
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +29,12 @@ class World:
     in the same processes, so that their variables stay.
     """
 
-    def __init__(self, client: RankClient, run_dir: Path, *, backend: str, timeout: float) -> None:
+    def __init__(
+        self, client: RankClient, run_dir: Path, *, backend: str, timeout: float, one_host: bool = True
+    ) -> None:
         self.client = client
         self.run_dir = run_dir
+        self.one_host = one_host  # of this notebook: the ranks then meet in a file, otherwise at the exchange
         self.backend = backend
         self.timeout = timeout
         self.generation = 0
@@ -36,6 +42,7 @@ class World:
         self.guarded = False  # collectives are checked before they run
         self.engines: tuple[int, ...] = ()  # rank -> engine id
         self.ranks: tuple[RankInfo, ...] = ()
+        self._places: dict[int, dict[str, Any]] = {}  # engine id -> where it runs
 
     @property
     def size(self) -> int:
@@ -64,13 +71,8 @@ class World:
             When a rank does not join, or the all_reduce gives a wrong sum.
         """
         if places is None:
-            if self.ranks and set(self.engines) == set(self.client.ids):
-                places = {
-                    engine: {"host": info.host, "local_rank": info.local_rank}
-                    for engine, info in zip(self.engines, self.ranks, strict=True)
-                }
-            else:
-                places = self.locate(wait)
+            places = self._places if set(self._places) == set(self.client.ids) else self.locate(wait)
+        self._places = places
         hosts = list(dict.fromkeys(place["host"] for _, place in sorted(places.items())))
         order = sorted(places, key=lambda e: (hosts.index(places[e]["host"]), places[e]["local_rank"], e))
         self.generation += 1
@@ -78,7 +80,9 @@ class World:
         store = self.run_dir / f"store-{self.generation}"
         futures = {}
         # what pasted scripts look for; nothing of nbdist listens there
-        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        address_of = {place["host"]: place.get("address", "127.0.0.1") for place in places.values()}
+        master = address_of[places[order[0]]["host"]] if len(hosts) > 1 else "127.0.0.1"
+        environment = {"MASTER_ADDR": master, "MASTER_PORT": str(free_port())}
         for rank, engine in enumerate(order):
             host = places[engine]["host"]
             local = [e for e in order if places[e]["host"] == host]
@@ -92,25 +96,32 @@ class World:
                 node_rank=hosts.index(host),
                 generation=self.generation,
                 backend=self.backend,
-                store=str(store),
+                store=str(store) if self.one_host else "",
                 timeout=self.timeout,
-                loopback=len(hosts) == 1,
+                peers=[address for other, address in address_of.items() if other != host],
                 version=__version__,
                 environment=environment,
                 guarded=self.guarded,
             )
+        failed = _wait_for_first_failure(futures, wait)
         infos = []
         for rank, (engine, future) in enumerate(futures.items()):
-            future.wait(wait)
-            if not future.done():
+            host = places[engine]["host"]
+            if engine == failed:
+                where = f" ({host}, {address_of[host]})" if len(hosts) > 1 else ""
                 raise WorldError(
-                    f"rank {rank} (engine {engine}) did not join generation {self.generation} in {wait:g} s. "
-                    "See %cluster status and %cluster logs."
+                    f"rank {rank}{where} could not join generation {self.generation}: {_brief(future.result())}"
                 )
-            result = future.result()
-            if isinstance(result, BaseException):
-                raise WorldError(f"rank {rank} could not join generation {self.generation}: {_brief(result)}")
-            infos.append(from_wire(RankInfo, result))
+            if failed is None and not future.done():
+                addresses = ", ".join(f"{name} {address}" for name, address in address_of.items())
+                raise WorldError(
+                    f"rank {rank} (engine {engine}, host {host}) did not join generation {self.generation} in "
+                    f"{wait:g} s. "
+                    + (f"Addresses: {addresses}. Can they reach each other? " if len(hosts) > 1 else "")
+                    + "See %cluster status and %cluster logs."
+                )
+            if failed is None:
+                infos.append(from_wire(RankInfo, future.result()))
         with contextlib.suppress(FileNotFoundError):
             os.unlink(previous)
         self.engines, self.ranks = tuple(order), tuple(infos)
@@ -127,6 +138,21 @@ class World:
                 raise WorldError(f"engine {engine} does not answer. See %cluster logs.")
             places[engine] = future.result()
         return places
+
+
+def _wait_for_first_failure(futures: Mapping[int, Any], wait: float) -> int | None:
+    """Wait for all; give the engine that failed first, which the others may be waiting for."""
+    deadline = time.monotonic() + wait
+    waiting = dict(futures)
+    while waiting:
+        left = deadline - time.monotonic()
+        done, _ = concurrent.futures.wait(waiting.values(), max(0.0, left), "FIRST_COMPLETED")
+        if not done:
+            return None
+        for engine in [engine for engine, future in waiting.items() if future in done]:
+            if isinstance(waiting.pop(engine).result(), BaseException):
+                return engine
+    return None
 
 
 def free_port() -> int:

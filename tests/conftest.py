@@ -19,13 +19,12 @@ if TYPE_CHECKING:
     import nbdist
 
 RUN_TAG = "NBDIST_TEST_RUN"
-private = pytest.StashKey[Path]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give the run a private home: nothing that a test starts reads or writes the developer's own folders."""
     root = Path(tempfile.mkdtemp(prefix="nbd"))  # short: socket paths end at 108 bytes
-    config.stash[private] = root
+    config.add_cleanup(lambda: shutil.rmtree(root, ignore_errors=True))  # also when another plugin's end fails
     os.environ[RUN_TAG] = secrets.token_hex(8)
     for variable, folder in {
         "IPYTHONDIR": "ipython",
@@ -45,11 +44,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JUPYTER_PLATFORM_DIRS"] = "1"
     # The kernel and the ranks warn about frozen modules under a debugger that none of the tests uses.
     os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if root := config.stash.get(private, None):
-        shutil.rmtree(root, ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,8 +13,10 @@ import os
 import queue
 import re
 import secrets
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -146,14 +148,22 @@ class Kernel:
     '1\\n'
     """
 
-    def __init__(self, *, env: Mapping[str, str] | None = None, cwd: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        within: Sequence[str] = (),  # a command that executes the kernel's: in a network namespace, as another user
+    ) -> None:
         self.tag = secrets.token_hex(8)
         self._env = {**os.environ, **(env or {}), KERNEL_TAG: self.tag}
         self._cwd = None if cwd is None else os.fspath(cwd)
-        self._manager = KernelManager()
+        self._sockets = tempfile.mkdtemp(prefix="nbdist-k") if within else None
+        # a socket of the file system is reached from every network namespace
+        self._manager = KernelManager(transport="ipc", ip=f"{self._sockets}/k") if within else KernelManager()
         # A spec of our own, so that a python3 kernel that somebody installed is not started in place of this one.
         self._manager._kernel_spec = KernelSpec(
-            argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+            argv=[*within, sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
             display_name="nbdist tests",
             language="python",
             interrupt_mode="signal",
@@ -352,6 +362,8 @@ class Kernel:
             self.client.stop_channels()
         self._manager.shutdown_kernel(now=False)
         self._manager.cleanup_resources()
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets, ignore_errors=True)
         deadline = time.monotonic() + 5
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -9,6 +9,9 @@ forks safe. It is told what to do by JSON lines on its standard input and report
     -> {"event": "exited", "local_rank": 0, "pid": 4711, "code": null, "signal": 9, "stderr": "..."}
     <- {"op": "fork", "local_rank": 0, "id": 0}
     <- {"op": "signal", "pid": 4711, "signal": 9}
+    <- {"op": "tail", "local_rank": 0, "ticket": 1}
+
+Where the agent is on another host, these lines pass through ``nbdist.engine.link``.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ PRELOADED = (
     "nbdist.engine.control",
     "nbdist.engine.rank_engine",
     "nbdist.engine.bootstrap",
+    "nbdist.engine.store",
 )
 STDERR_TAIL = 4096
 
@@ -91,8 +95,10 @@ class Agent:
         for sig in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(sig, lambda *_: self.end())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for local_rank in range(int(self.spec["n"])):
-            self.fork_engine(local_rank, int(self.spec.get("first_id", 0)) + local_rank)
+        for index in range(int(self.spec["n"])):
+            self.fork_engine(
+                int(self.spec.get("first_local_rank", 0)) + index, int(self.spec.get("first_id", 0)) + index
+            )
         self.serve()
         self.end()
 
@@ -146,6 +152,10 @@ class Agent:
             self.fork_engine(int(command["local_rank"]), int(command["id"]))
         elif op == "signal" and command["pid"] in self.engines:
             os.kill(command["pid"], command["signal"])
+        elif op == "tail":
+            local_rank = command["local_rank"]
+            text = tail(self.run_dir / "log" / f"rank-{local_rank}.err")
+            self.report(event="tail", local_rank=local_rank, text=text, ticket=command["ticket"])
         elif op == "stop":
             self.told_to_stop = True
 
@@ -191,6 +201,10 @@ class Agent:
         """End everything that was forked here. SIGKILL: an engine blocked in a collective obeys nothing else."""
         for pid in (*self.engines, *self.nannies):
             end_session(pid)
+        # in a container nobody may reap what its parent has not
+        for pid in (*self.engines, *self.nannies):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
         if not self.told_to_stop:  # whoever started us is gone and cannot clean up
             shutil.rmtree(self.run_dir, ignore_errors=True)
         os._exit(0)
@@ -252,7 +266,7 @@ def become_engine(spec: dict[str, Any], local_rank: int, engine_id: int, channel
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     keep_only(channel)
-    local_world_size = int(spec["n"])
+    local_world_size = int(spec.get("local_world_size", spec["n"]))
     os.environ.update(
         RANK=str(engine_id),
         LOCAL_RANK=str(local_rank),

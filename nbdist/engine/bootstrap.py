@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbdist import wire
-from nbdist.engine import control, guard, parallel, process_group, runner
+from nbdist.engine import control, guard, parallel, process_group, runner, store
 from nbdist.records import to_wire
 
 __all__ = ["identify", "join_world", "pull", "push", "run_cell", "switch_guard"]
@@ -23,6 +23,7 @@ def identify() -> dict[str, Any]:
     """Say where this engine runs, before it has a rank."""
     return {
         "host": os.environ.get("NBDIST_HOST") or socket.gethostname(),
+        "address": store.own_address(),
         "local_rank": int(os.environ["LOCAL_RANK"]),
         "pid": os.getpid(),
         "gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0,

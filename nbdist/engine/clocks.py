@@ -13,8 +13,10 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-__all__ = ["Clock", "CpuClock", "CudaClock", "clock_for"]
+__all__ = ["Clock", "CpuClock", "CudaClock", "clock_for", "exposed_communication"]
 
 PHASES = ("data_wait", "h2d", "forward", "backward", "optimizer")
 Emit = Callable[[dict[str, Any], float], None]
@@ -136,3 +138,18 @@ class CudaClock:
 def clock_for(device: torch.device) -> Clock:
     """Give the clock that tells the truth about work on ``device``."""
     return CudaClock() if device.type == "cuda" else CpuClock()
+
+
+def exposed_communication(model: nn.Module) -> float | None:
+    """Give the seconds of the last reduced backward pass that were communication alone, as DDP has measured them."""
+    if not isinstance(model, DDP):
+        return None
+    if model.device.type == "cpu":
+        # DDP times each 100th step of its own accord; on a CPU every step costs nothing, on a GPU it would wait
+        model._set_ddp_runtime_logging_sample_rate(1)
+    data = model._get_ddp_logging_data()
+    communication: float | None = data.get("backward_comm_time")
+    overlap: float | None = data.get("backward_compute_comm_overlap_time")
+    if not communication or overlap is None:
+        return None
+    return max(0.0, (communication - overlap) / 1e9)

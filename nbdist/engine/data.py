@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import multiprocessing
-import pickle
-import platform
 import random
 import sys
 import warnings
@@ -17,7 +14,18 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, get_worker_info
 
+from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.parallel import data_rank, device
+from nbdist.engine.randomness import held
+from nbdist.engine.workers import (
+    SeededBatches,
+    end_workers,
+    explained,
+    made_for_workers,
+    mixed,
+    value_of,
+    watch_memory,
+)
 
 __all__ = [
     "DistributedLoader",
@@ -147,7 +155,7 @@ def distributed_loader(
         **dataloader_options,
     }
     if num_workers > 0:
-        source = _made_for_workers(source, options)
+        source = made_for_workers(source, options)
     return DistributedLoader(source, sampler=sampler, seed=order_seed, same=_same, evaluation=evaluation, **options)
 
 
@@ -168,9 +176,14 @@ class DistributedLoader(DataLoader[Any]):
         self.evaluation = evaluation
         self._next_epoch = 0
         self._skip = 0
+        self._given = 0  # batches of the pass under way
+        self._ended = False
         self._seed = seed
         self._same = same
         super().__init__(dataset, sampler=sampler, generator=torch.Generator(), **options)
+        if self.num_workers and not isinstance(dataset, IterableDataset):
+            # the plain way: DataLoader has no batch_size where it is given a batch sampler, and refuses to change one
+            object.__setattr__(self, "batch_sampler", SeededBatches(self.batch_sampler))
 
     def __iter__(self) -> Any:
         """Begin a pass: the next epoch's order and random numbers.
@@ -180,16 +193,74 @@ class DistributedLoader(DataLoader[Any]):
         """
         epoch = self.epoch = self._next_epoch
         skip, self._skip = self._skip, 0
+        self._given, self._ended = skip, False
         rank, world = data_rank()
         for part in (self.sampler, self.dataset):
             _set_share(part, epoch, rank, world)
         # of this generator the DataLoader draws the seed of its workers, and worker w gets that seed + w
-        self.generator.manual_seed(_mixed(self._seed, 0 if self._same else rank, epoch))
-        if isinstance(self.sampler, Shares):
-            self.sampler.skip, skip = skip * (self.batch_size or 1), 0
-        for batch in itertools.islice(super().__iter__(), skip, None):
-            yield batch
-            self._next_epoch = epoch + 1
+        pass_seed = mixed(self._seed, 0 if self._same else rank, epoch)
+        self.generator.manual_seed(pass_seed)
+        if isinstance(self.batch_sampler, SeededBatches):
+            self.batch_sampler.begin(pass_seed, skip)
+        read_over = skip
+        if isinstance(self.sampler, (Shares, EachOnce)):
+            self.sampler.skip, read_over = skip * (self.batch_size or 1), 0
+        batches: Any = None
+        try:
+            with Interrupts():  # half of the workers started would be left alone
+                batches = super().__iter__()
+            if read_over:
+                with held():  # what is read over was drawn before, by whoever saved the position
+                    for _ in itertools.islice(batches, read_over):
+                        pass
+            for batch in batches:
+                if self._given == skip:
+                    watch_memory(batch, self)
+                self._given += 1
+                yield batch
+                self._next_epoch = epoch + 1
+            self._ended = True
+            if skip:
+                self._next_epoch = epoch + 1
+        except BaseException as error:
+            broken = not isinstance(error, GeneratorExit)
+            if broken or not self.persistent_workers:
+                clear = explained(error, batches, rank) if broken else None
+                end_workers(batches)
+                self._iterator = None
+                if clear is not None:
+                    raise clear from None
+            raise
+
+    def state_dict(self) -> dict[str, int]:
+        """Give the position in the data: what ``save_checkpoint(..., loader=loader)`` stores.
+
+        In the middle of a pass it is after the batches that were given so far.
+        """
+        if self._ended or (self._given == 0 and not self._skip):
+            return {"epoch": self._next_epoch, "batches": 0, "seed": self._seed}
+        if self._skip:
+            return {"epoch": self._next_epoch, "batches": self._skip, "seed": self._seed}
+        return {"epoch": self.epoch, "batches": self._given, "seed": self._seed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Let the next pass begin at this position."""
+        self.epoch = self._next_epoch = state["epoch"]
+        self._skip, self._given, self._ended = state["batches"], 0, False
+        self._seed = state["seed"]
+        for part in (self.sampler, self.dataset):
+            if isinstance(part, (Shares, EachOnce)):
+                part.seed = self._seed
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the running workers, and the generator, which each pass seeds anew."""
+        state = dict(self.__dict__)
+        state.update(_iterator=None, generator=None, _given=0)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.generator = torch.Generator()
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass the one with this number."""
@@ -225,14 +296,16 @@ class EachOnce(Sampler[int]):
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
+        self.skip = 0  # samples
 
     def __iter__(self) -> Iterator[int]:
         """Give this rank's indices of the current epoch."""
+        skip, self.skip = self.skip, 0
         count = len(self.dataset)
         order: range | list[int] = range(count)
         if self.shuffle:
             order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
-        return iter(order[self.rank :: self.num_replicas])
+        return iter(order[self.rank :: self.num_replicas][skip:])
 
     def __len__(self) -> int:
         return len(range(self.rank, len(self.dataset), self.num_replicas))
@@ -270,48 +343,6 @@ class _Shard(IterableDataset[Any]):
                     yield group[self.rank % len(group)]  # a repeated item: ranks need equally many batches
             if not whole:
                 return
-
-
-class _ByValue:
-    """Carries an object to a spawned worker by value: its class may exist in the notebook only."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __getattr__(self, name: str) -> Any:
-        # while it is being unpickled there is no _value yet
-        if name.startswith("__") or name == "_value":
-            if name == "__getitems__":
-                return getattr(self._value, name)
-            raise AttributeError(name)
-        return getattr(self._value, name)
-
-    def __getstate__(self) -> bytes:
-        import cloudpickle
-
-        dumped: bytes = cloudpickle.dumps(self._value)
-        return dumped
-
-    def __setstate__(self, dumped: bytes) -> None:
-        self._value = pickle.loads(dumped)
-
-
-class _DatasetByValue(_ByValue, Dataset[Any]):
-    def __len__(self) -> int:
-        return len(self._value)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._value[index]
-
-
-class _IterableByValue(_ByValue, IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._value)
-
-
-class _CallByValue(_ByValue):
-    def __call__(self, *args: Any) -> Any:
-        return self._value(*args)
 
 
 def watch_order(loader: Any) -> None:
@@ -391,7 +422,7 @@ def _check_size(dataset: Any, world: int, batch_size: int, drop_last: bool) -> N
 
 def _set_share(part: Any, epoch: int, rank: int, world: int) -> None:
     """Tell a sampler or a sharded data set which pass it is, and the rank and world of today."""
-    part = getattr(part, "_value", part)
+    part = value_of(part)
     if hasattr(part, "set_epoch"):
         part.set_epoch(epoch)
     if isinstance(part, EachOnce):
@@ -404,30 +435,3 @@ def _set_share(part: Any, epoch: int, rank: int, world: int) -> None:
         part.num_samples = count // world if part.drop_last else math.ceil(count / world)
         part.total_size = part.num_samples * world
     part.rank, part.num_replicas = rank, world
-
-
-def _made_for_workers(dataset: Dataset[Any], options: dict[str, Any]) -> Dataset[Any]:
-    """Choose how workers start, and make what is sent to them survive the way."""
-    context = options.get("multiprocessing_context")
-    if context is None and platform.system() == "Linux":
-        # Python's default is forkserver from 3.14 on, which starts each worker by importing everything anew
-        context = options["multiprocessing_context"] = "fork"
-    if context is None:
-        context = multiprocessing.get_start_method()
-    method = context if isinstance(context, str) else context.get_start_method()
-    if method == "fork":
-        return dataset
-    for name in ("collate_fn", "worker_init_fn"):
-        if options.get(name) is not None:
-            options[name] = _CallByValue(options[name])
-    return _IterableByValue(dataset) if isinstance(dataset, IterableDataset) else _DatasetByValue(dataset)
-
-
-def _mixed(*numbers: int) -> int:
-    """Give one seed out of several numbers, such that neighbours are far apart."""
-    mixed = 0
-    for number in numbers:
-        mixed = (mixed ^ (number & 0xFFFFFFFFFFFFFFFF)) * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03
-        mixed &= 0xFFFFFFFFFFFFFFFF
-        mixed ^= mixed >> 29
-    return mixed

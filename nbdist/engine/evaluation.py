@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbdist.engine.data import first_tensor_length, own_samples
+from nbdist.engine.dims import Layout, is_fsdp
 
 __all__ = ["evaluate", "moved"]
 
@@ -23,18 +24,29 @@ def evaluate(
     device: torch.device,
     autocast: Callable[[], contextlib.AbstractContextManager[Any]],
     accuracy: Callable[[Any, Any], torch.Tensor] | None,
+    layout: Layout | None = None,
 ) -> dict[str, float | int]:
-    """Give the mean loss and accuracy of ``module`` over all ranks' samples. One collective, at the end."""
+    """Give the mean loss and accuracy of ``module`` over all ranks' samples.
+
+    One collective, at the end; with a model in pieces, whose forward pass needs all ranks, one before each batch too.
+    """
+    together = is_fsdp(module) or (layout is not None and layout.stays_put)
+    speaks = layout is None or layout.place("tp") == 0  # of those that see the same batch
     totals = torch.zeros(3, dtype=torch.float64, device=device)
     samples = 0
     with _in_eval_mode(module), torch.no_grad():
-        for batch in _own_batches(loader):
+        batches: Iterator[Any] = ((batch, True) for batch in _own_batches(loader))
+        for batch, is_own in _in_step(batches, device) if together else batches:
             inputs, targets = moved(batch, device)
             count = first_tensor_length(inputs)
             if count is None:
                 raise ValueError("evaluate() counts samples by the first tensor of the inputs, and found none.")
             with autocast():
                 outputs = module(inputs)
+                if hasattr(outputs, "full_tensor"):
+                    outputs = outputs.full_tensor()  # all ranks that hold a part take part
+                if outputs is None or not is_own or not speaks:
+                    continue  # another stage has the outputs, or another rank counts them
                 loss = loss_fn(outputs, targets)
             totals[0] += loss.detach().double() * count
             if accuracy is not None:
@@ -51,10 +63,31 @@ def evaluate(
     return result
 
 
+def _in_step(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """Give batches until no rank has one of its own; a rank without repeats one, marked as not its own."""
+    world = dist.get_world_size()
+    spare: Any = None
+    while True:
+        batch, _ = next(batches, (None, False))
+        spare = spare if batch is None else batch
+        mine = torch.tensor([batch is not None, spare is not None], device=device)
+        table = [torch.empty_like(mine) for _ in range(world)]
+        dist.all_gather(table, mine)
+        with_batch, with_spare = torch.stack(table).T.tolist()
+        if not any(with_batch):
+            return
+        if not all(with_spare):
+            # its share of the data is empty: it takes part with another rank's batch
+            lent = [moved(spare, torch.device("cpu"))]
+            dist.broadcast_object_list(lent, with_spare.index(True), device=device)
+            spare = lent[0] if spare is None else spare
+        yield spare, batch is not None
+
+
 def moved(value: Any, device: torch.device) -> Any:
     """Give a batch with its tensors on ``device``; lists, tuples and dicts keep their form."""
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
+        return value if value.device == device else value.to(device, non_blocking=True)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(moved(part, device) for part in value))
     if isinstance(value, (list, tuple)):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import os
+import random
+import sys
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +15,45 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from nbdist.engine import process_group
+from nbdist.engine import hooks
+from nbdist.engine.changes import watch_changes
+from nbdist.engine.dims import (
+    Layout,
+    ParallelDims,
+    data_rank,
+    device,
+    forget_layouts,
+    is_fsdp,
+    lay_out,
+    layout_of,
+    mesh,
+    remember,
+)
+from nbdist.engine.sameness import give_weights_of_rank_0, same_on_all_ranks
 from nbdist.errors import WorldError
 
-__all__ = ["data_rank", "device", "follow", "follow_group", "is_stale", "parallelize", "unwrap"]
+__all__ = [
+    "ParallelDims",
+    "align_random_states",
+    "check_group",
+    "data_rank",
+    "device",
+    "follow",
+    "follow_group",
+    "is_parallel",
+    "is_stale",
+    "layout_of",
+    "mesh",
+    "parallelize",
+    "spread",
+    "unwrap",
+]
 
-STRATEGIES = ("ddp",)
+STRATEGIES = {
+    "ddp": ParallelDims(dp_replicate=-1, dp_shard=1),
+    "zero1": ParallelDims(dp_replicate=-1, dp_shard=1),
+    "fsdp": ParallelDims(),
+}
 DDP_OPTIONS = frozenset(inspect.signature(DDP.__init__).parameters) - {
     "self",
     "module",
@@ -36,72 +70,152 @@ _wrapped: weakref.WeakSet[DDP] = weakref.WeakSet()
 
 
 def parallelize(
-    model: nn.Module,
-    strategy: str = "ddp",
+    model: nn.Module | Sequence[nn.Module],
+    strategy: str | ParallelDims = "ddp",
     *,
     tp_plan: Mapping[str, Any] | None = None,
     mixed_precision: Any = None,
-    comm_hook: Callable[..., Any] | tuple[Any, Callable[..., Any]] | None = None,
+    comm_hook: str | Callable[..., Any] | tuple[Any, Callable[..., Any]] | hooks.CommHook | None = None,
     **torch_options: Any,
 ) -> nn.Module:
     """Move the model to this rank's device and make its training one training over all ranks.
 
-    A collective: every rank calls it, with the same model. With ``"ddp"`` the weights of rank 0 are given to all.
-    A model that was wrapped before is unwrapped and wrapped anew.
+    A collective: every rank calls it, with the same model; the weights of rank 0 are given to all. A model that was
+    wrapped by DDP before is unwrapped and wrapped anew. All strategies but "ddp" and "zero1" replace the parameters:
+    make the optimizer afterwards.
 
     Parameters
     ----------
     model : torch.nn.Module
-        The same architecture on every rank.
-    strategy : str
+        The same architecture on every rank; a list of stages where ``pp`` is above 1 (see ``nbdist.pipeline``).
+    strategy : str or ParallelDims
         ``"ddp"``: each rank holds the whole model; gradients are averaged during the backward pass.
-    comm_hook : callable or (state, callable), optional
-        A DDP communication hook of torch's form ``hook(state, bucket) -> Future[Tensor]``.
+        ``"zero1"``: as "ddp", with the optimizer's state shared out: make it by ``nbdist.zero1``.
+        ``"fsdp"``: weights, gradients and optimizer state are sharded; each block is gathered when it is used.
+        ``ParallelDims``: hybrids. ``dp_replicate`` and ``dp_shard`` above 1 are HSDP, ``tp`` splits layers.
+    tp_plan : dict, optional
+        Name of a layer (``"blocks.*.up"``) to a style of ``torch.distributed.tensor.parallel``: ColwiseParallel,
+        RowwiseParallel, SequenceParallel, ... A last layer with ``output_layouts=Shard(-1), use_local_output=False``
+        keeps its outputs sharded, and the Trainer computes the loss by torch's ``loss_parallel``.
+    mixed_precision : optional
+        For sharded models: "bf16", "fp16", a dtype or ``torch.distributed.fsdp.MixedPrecisionPolicy``.
+    comm_hook : str, CommHook, callable or (state, callable), optional
+        For DDP: "fp16", "bf16", "powersgd", what ``nbdist.comm_hook`` made, or a hook of torch's form
+        ``hook(state, bucket) -> Future[Tensor]``.
     **torch_options
-        Handed to ``torch.nn.parallel.DistributedDataParallel``: bucket_cap_mb, gradient_as_bucket_view,
-        static_graph, find_unused_parameters, ...
+        Handed to ``DistributedDataParallel`` (bucket_cap_mb, gradient_as_bucket_view, static_graph,
+        find_unused_parameters, ...) or ``fully_shard`` (reshard_after_forward, offload_policy, ...). ``block`` is the
+        class of the parts to gather one at a time, by default the layers in the model's outermost lists.
 
     Returns
     -------
     torch.nn.Module
-        The model to train with; the optimizer may hold the parameters of either, they are the same tensors.
+        The model to train with: a DDP wrapper around the given one, or the given one, sharded in place.
 
     Raises
     ------
     ValueError
-        Unknown strategy or option; or the models of two ranks differ: the message names the first parameter.
+        Unknown strategy or option, sizes that do not multiply to the world or do not divide a layer; or the models of
+        two ranks differ: the message names the first parameter.
     WorldError
         There is no process group.
 
     Examples
     --------
-    >>> model = nbdist.parallelize(Net(), "ddp")
+    >>> model = nbdist.parallelize(Net(), "fsdp")
     >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    >>> trainer = nbdist.Trainer(model, optimizer, loss_fn, loader)
     """
+    if isinstance(model, (list, tuple)):
+        from nbdist.engine.pipeline import pipeline
+
+        dims = strategy if isinstance(strategy, ParallelDims) else None
+        if comm_hook is not None:
+            raise ValueError('comm_hook is for "ddp" and "zero1": the stages of a pipeline do not reduce by buckets.')
+        return pipeline(model, dims=dims, tp_plan=tp_plan, mixed_precision=mixed_precision, **torch_options)
     if not isinstance(model, nn.Module):
         raise TypeError(f"parallelize() takes a torch.nn.Module, got {type(model).__name__}.")
-    if strategy not in STRATEGIES:
-        raise ValueError(f"Unknown strategy {strategy!r}. Known: {', '.join(map(repr, STRATEGIES))}.")
-    if tp_plan is not None:
-        raise ValueError('tp_plan is for tensor parallelism, strategy "ddp" splits no layer. Leave it out.')
-    if mixed_precision is not None:
-        raise ValueError('mixed_precision is not for "ddp". Use nbdist.Trainer(..., precision="bf16").')
-    unknown = sorted(torch_options.keys() - DDP_OPTIONS)
-    if unknown:
-        raise ValueError(f'Strategy "ddp" has no option {unknown[0]!r}. Known: {", ".join(sorted(DDP_OPTIONS))}.')
+    name, dims = _named(strategy)
+    if dims.pp > 1:
+        raise ValueError(f"pp ({dims.pp}) takes the model in stages: nbdist.pipeline([...], dims=...).")
+    if dist.is_initialized():
+        dims = dims.resolve(dist.get_world_size())
+        if dims.dp_replicate > 1 and dims.dp_shard == dims.tp == 1:
+            name = "zero1" if name == "zero1" else "ddp"
+    _check_options(name, dims, tp_plan, mixed_precision, comm_hook, torch_options)
     if not dist.is_initialized():
         raise WorldError("No process group. Start one with %cluster start, or torch.distributed.init_process_group().")
-    inner = unwrap(model).to(device())
-    _same_on_all_ranks(inner)
+    inner = unwrap(model)
+    if is_fsdp(inner) or (layout_of(inner) is not None and dims.tp > 1):
+        raise ValueError("The model is sharded already, and torch cannot undo that. Parallelize a newly made one.")
+    is_empty = any(parameter.is_meta for parameter in inner.parameters())
+    if not is_empty:
+        inner.to(device())
+    same_on_all_ranks(inner)
     if not any(parameter.requires_grad for parameter in inner.parameters()):
-        raise ValueError('No parameter of the model requires a gradient: there is nothing for "ddp" to average.')
+        raise ValueError(f'No parameter of the model requires a gradient: there is nothing for "{name}" to average.')
     if isinstance(model, DDP):
-        # its hooks sit on the same parameters and would average a second time
-        model.reducer._remove_autograd_hooks()
-    wrapped = DDP(inner, **torch_options)
+        _take_off(model, comm_hook)
+    if dims.tp > 1:
+        from nbdist.engine import tensor
+
+        tensor.matched(inner, tp_plan, dims.tp)  # before anything is changed or sent
+    layout = lay_out(name, dims)
+    if layout.stays_put:
+        from nbdist.engine import sharding
+
+        sharding.warn_of_early_optimizers(inner)
+        if not is_empty:
+            give_weights_of_rank_0(inner)
+    elif is_empty:
+        raise ValueError(
+            f'The model is on the meta device. Give it weights, or shard it by "fsdp" instead of "{name}".'
+        )
+    spreaded = spread(inner, layout, tp_plan, mixed_precision, torch_options, comm_hook=comm_hook)
+    if is_empty:
+        spreaded.to_empty(device=device())
+        warnings.warn("The weights are empty: load them by nbdist.load_checkpoint(dir, model=model).", stacklevel=2)
+    align_random_states(layout)
+    remember(spreaded, layout)
+    if layout.stays_put:
+        spreaded.register_forward_pre_hook(_refuse_a_left_group, prepend=True)
+    else:
+        watch_changes(spreaded, inner)
+    return spreaded
+
+
+def spread(
+    model: nn.Module,
+    layout: Layout,
+    tp_plan: Mapping[str, Any] | None,
+    mixed_precision: Any,
+    torch_options: dict[str, Any],
+    *,
+    comm_hook: Any = None,
+    whole: bool = True,
+) -> nn.Module:
+    """Apply tensor parallelism, then data parallelism, to a model or to one stage of it."""
+    dims, axes = layout.dims, layout.mesh
+    if not layout.stays_put:
+        return _wrapped_by_ddp(model, comm_hook, torch_options)
+    # these import another second's worth of torch
+    from nbdist.engine import sharding, tensor
+
+    if dims.tp > 1:
+        tensor.split_layers(model, axes["tp"], tp_plan, whole=whole)
+    policy = sharding.precision_policy(mixed_precision)
+    if layout.strategy == "fsdp" or dims.dp_shard > 1:
+        names = ("dp_replicate", "dp_shard") if dims.dp_replicate > 1 else ("dp_shard",)
+        sharding.shard_over(model, axes[names], policy, torch_options)
+    elif dims.dp_replicate > 1:
+        sharding.replicate_over(model, axes["dp_replicate"], policy, torch_options)
+    return model
+
+
+def _wrapped_by_ddp(model: nn.Module, comm_hook: Any, torch_options: dict[str, Any]) -> nn.Module:
+    wrapped = DDP(model, **torch_options)
     if comm_hook is not None:
-        state, hook = comm_hook if isinstance(comm_hook, tuple) else (None, comm_hook)
-        wrapped.register_comm_hook(state, hook)
+        hooks.register(wrapped, comm_hook)
     _wrapped.add(wrapped)
     return wrapped
 
@@ -115,8 +229,17 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def is_parallel(model: nn.Module) -> bool:
+    """Tell whether something averages this model's gradients or holds its shards, ours or the user's own."""
+    inner = getattr(model, "_orig_mod", model)
+    return isinstance(inner, DDP) or is_fsdp(inner) or layout_of(model) is not None
+
+
 def is_stale(model: nn.Module) -> bool:
     """Tell whether the model was wrapped in a process group that has been left since."""
+    layout = layout_of(model)
+    if layout is not None and layout.stays_put:
+        return layout.is_stale
     if not isinstance(model, DDP) or not dist.is_initialized():
         return False
     try:
@@ -126,12 +249,29 @@ def is_stale(model: nn.Module) -> bool:
     return False
 
 
+def check_group(model: nn.Module) -> None:
+    """Refuse a model whose shards are in a process group that was left.
+
+    Raises
+    ------
+    WorldError
+        It could only fail, or wait for ever, in its first collective.
+    """
+    layout = layout_of(model)
+    if layout is not None and layout.stays_put and layout.is_stale:
+        raise WorldError(
+            "The model is sharded over a process group that was left, and its shards cannot follow. Parallelize a "
+            "newly made model, make its optimizer, and nbdist.load_checkpoint() into them."
+        )
+
+
 def follow_group() -> None:
     """Put every live model that ``parallelize`` made into the current process group, in place.
 
     Local, no collective: called on each rank after the group was formed anew, so that the next cell can go on with
-    the model that it has.
+    the model that it has. Sharded models stay behind: ``check_group`` refuses them.
     """
+    forget_layouts()
     for model in list(_wrapped):
         follow(model)
 
@@ -146,78 +286,66 @@ def follow(model: nn.Module) -> bool:
     return True
 
 
-def device() -> torch.device:
-    """Give this rank's device: its GPU when there is one for it, else the CPU."""
-    backend = dist.get_backend() if dist.is_initialized() else ""
-    return process_group.device(int(os.environ.get("LOCAL_RANK", "0")), backend)
+def align_random_states(layout: Layout) -> None:
+    """Give ranks that see the same batch the same random numbers: their dropout and augmentation must agree."""
+    numpy = sys.modules.get("numpy")
+    for axis in ("pp", "tp"):
+        group = layout.group_of(axis)
+        if group is None:
+            continue
+        states: list[Any] = [
+            random.getstate(),
+            torch.get_rng_state(),
+            None if numpy is None else numpy.random.get_state(),
+        ]
+        dist.broadcast_object_list(states, group_src=0, group=group, device=device())
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
+        if device().type == "cuda":
+            torch.cuda.manual_seed(torch.initial_seed())
+        if numpy is not None and states[2] is not None:
+            numpy.random.set_state(states[2])
 
 
-def data_rank() -> tuple[int, int]:
-    """Give (rank, size) among the ranks that see different data."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+def _named(strategy: str | ParallelDims) -> tuple[str, ParallelDims]:
+    if isinstance(strategy, ParallelDims):
+        return "dims", strategy
+    if strategy not in STRATEGIES:
+        raise ValueError(
+            f"Unknown strategy {strategy!r}. Known: {', '.join(map(repr, STRATEGIES))}, ParallelDims(...)."
+        )
+    return strategy, STRATEGIES[strategy]
 
 
-def _same_on_all_ranks(model: nn.Module) -> None:
-    """Compare names, shapes and dtypes over the ranks, and name the first that differs on all of them.
-
-    Tensors whose size every rank knows, no objects: whatever the models look like, each rank takes part in the same
-    collectives and none is left waiting.
-    """
-    lines = list(_described(model))
-    text = "\n".join(lines).encode()
-    digest = hashlib.sha256(text).digest()
-    halves = [int.from_bytes(digest[i : i + 8], "little", signed=True) for i in (0, 8)]
-    mine = torch.tensor([*halves, len(text)], dtype=torch.int64, device=device())
-    world = dist.get_world_size()
-    table = [torch.empty_like(mine) for _ in range(world)]
-    dist.all_gather(table, mine)
-    rows = torch.stack(table).tolist()
-    if all(row == rows[0] for row in rows):
-        return
-    longest = max(length for *_, length in rows)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device())
-    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(padded.device)
-    texts = [torch.empty_like(padded) for _ in range(world)]
-    dist.all_gather(texts, padded)
-    models = [bytes(t[:n].cpu().tolist()).decode().split("\n") for t, (*_, n) in zip(texts, rows, strict=True)]
-    raise ValueError(_first_difference(models))
+def _check_options(
+    name: str, dims: ParallelDims, tp_plan: Any, mixed_precision: Any, comm_hook: Any, options: dict[str, Any]
+) -> None:
+    wraps = name in ("ddp", "zero1")
+    called = f'"{name}"' if name in STRATEGIES else repr(dims)
+    if tp_plan is not None and dims.tp == 1:
+        raise ValueError(f"tp_plan is for tensor parallelism, strategy {called} splits no layer. Leave it out.")
+    if mixed_precision is not None and wraps:
+        raise ValueError(f'mixed_precision is not for {called}. Use nbdist.Trainer(..., precision="bf16").')
+    if comm_hook is not None and not wraps:
+        raise ValueError(f'comm_hook is for "ddp" and "zero1": {called} does not reduce by buckets.')
+    if wraps:
+        known = DDP_OPTIONS
+    else:
+        from nbdist.engine.sharding import FSDP_OPTIONS as known
+    unknown = sorted(options.keys() - known)
+    if unknown:
+        raise ValueError(f"Strategy {called} has no option {unknown[0]!r}. Known: {', '.join(sorted(known))}.")
 
 
-def _described(model: nn.Module) -> Iterator[str]:
-    for name, parameter in model.named_parameters():
-        frozen = "" if parameter.requires_grad else " frozen"
-        yield f"parameter {name}\t{tuple(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}{frozen}"
-    for name, buffer in model.named_buffers():
-        yield f"buffer {name}\t{tuple(buffer.shape)} {str(buffer.dtype).removeprefix('torch.')}"
+def _take_off(model: DDP, new_hook: Any) -> None:
+    """Take a DDP wrapper off its module: its hooks would average a second time."""
+    old = hooks.hook_of(model)
+    new = getattr(new_hook, "name", new_hook)
+    if old is not None and new != old.name:
+        # a DDP wrapper takes one hook in its life
+        warnings.warn(f"The model had the comm_hook {old.name!r}: rewrapped with {new!r}.", stacklevel=3)
+    model.reducer._remove_autograd_hooks()
 
 
-def _first_difference(models: list[list[str]]) -> str:
-    """Say in one line where the model of some rank differs first from rank 0's."""
-    first: tuple[int, int] | None = None  # (line, rank)
-    for rank, lines in enumerate(models[1:], 1):
-        for i in range(max(len(lines), len(models[0]))):
-            if lines[i : i + 1] != models[0][i : i + 1]:
-                if first is None or i < first[0]:
-                    first = (i, rank)
-                break
-    assert first is not None, "the hashes differ, so some line does"
-    line, other = first
-    groups: dict[str, list[int]] = {}
-    for rank, lines in enumerate(models):
-        groups.setdefault(lines[line] if line < len(lines) else "", []).append(rank)
-    zero = models[0][line] if line < len(models[0]) else ""
-    theirs = models[other][line] if line < len(models[other]) else ""
-    return (
-        f"The model is not the same on all ranks: {_shown(zero, groups[zero])}, {_shown(theirs, groups[theirs])}. "
-        "Build it from the same values everywhere."
-    )
-
-
-def _shown(line: str, ranks: list[int]) -> str:
-    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    if not line:
-        return f"nothing there on {where}"
-    name, what = line.split("\t")
-    return f"{name} is {what} on {where}"
+def _refuse_a_left_group(model: nn.Module, inputs: Any) -> None:
+    check_group(model)

@@ -16,28 +16,63 @@ import pickle
 import platform
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import FileStore, PrefixStore, _dump_fr_trace  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+    DebugLevel,
+    PrefixStore,
+    _dump_fr_trace,
+    get_debug_level,
+    set_debug_level,
+)
 
+from nbdist.engine import network
+from nbdist.engine.store import ExchangeStore, is_of_exchange, open_store
 from nbdist.errors import WorldError
 from nbdist.records import RankInfo
 
-__all__ = ["collectives", "cut", "device", "join", "leave", "progress", "rank_info"]
+__all__ = [
+    "Counters",
+    "collectives",
+    "counters",
+    "current_generation",
+    "cut",
+    "device",
+    "join",
+    "leave",
+    "left_group",
+    "progress",
+    "rank_info",
+]
 
 log = logging.getLogger(__name__)
 
 FLIGHT_RECORDER_ENTRIES = "2000"
+# the Flight Recorder's names of dtypes -> torch's
+DTYPES = {
+    "byte": "uint8",
+    "char": "int8",
+    "short": "int16",
+    "int": "int32",
+    "long": "int64",
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+}
 
+Counters = Mapping[int, tuple[int, int]]  # torch's number of a group -> (last collective enqueued, last completed)
+
+_all_reduce = dist.all_reduce  # a cell may put something else in its place
 _generation = 0
 _info: RankInfo | None = None
 _names: dict[int, str] = {}  # torch's number of a group in this process -> its name, which all ranks share
 _made = 0  # groups that this process has made in all generations
+_left: dict[int, int] = {}  # torch's number of a group that was left -> its generation
 _sockets: dict[int, str] = {}  # descriptor -> inode, of every group of this generation
 _sockets_lock = threading.Lock()
 _stores: list[Any] = []  # torch keeps only the C++ half of a store
@@ -54,7 +89,7 @@ def join(
     backend: str,
     store: str,
     timeout: float,
-    loopback: bool,
+    peers: Sequence[str],
     version: str,
 ) -> RankInfo:
     """Leave the group of the last generation, form this one with all other ranks, and verify it by an all_reduce.
@@ -62,11 +97,11 @@ def join(
     Parameters
     ----------
     store : str
-        Path of the file that the ranks of this host meet in (``torch.distributed.FileStore``).
+        Path of the file that the ranks of this host meet in (``torch.distributed.FileStore``); empty: the exchange.
     timeout : float
         Seconds after which a collective gives up.
-    loopback : bool
-        True when all ranks are on this host: gloo then listens on 127.0.0.1 only.
+    peers : sequence of str
+        Addresses of the other hosts; none when all ranks are on this one: gloo then listens on 127.0.0.1 only.
 
     Raises
     ------
@@ -75,6 +110,7 @@ def join(
     """
     global _generation, _info
     leave()
+    _generation = generation
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
@@ -87,15 +123,18 @@ def join(
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDER_ENTRIES)
     # 2: a failed NCCL collective aborts its communicator; torch's default ends the process and with it its state
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-    if loopback and backend == "gloo":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if platform.system() == "Linux" else "lo0")
+    if backend == "gloo" and get_debug_level() == DebugLevel.DETAIL:
+        # with DETAIL, building DDP on gloo ends the process (torch 2.13); the notebook says so when it starts
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"
+        set_debug_level(DebugLevel.INFO)
+    network.choose_interface(peers, backend)
     where = device(local_rank, backend)
     if where.type == "cuda":
         torch.cuda.set_device(where)
     _watch_new_groups()
-    file_store = FileStore(store, world_size)
-    prefixed = PrefixStore(f"gen{generation}", file_store)
-    _stores[:] = [file_store, prefixed]
+    meeting = open_store(store, world_size, timedelta(seconds=timeout))
+    prefixed = PrefixStore(f"gen{generation}", meeting)
+    _stores[:] = [meeting, prefixed]
     dist.init_process_group(
         backend,
         store=prefixed,
@@ -103,14 +142,15 @@ def join(
         world_size=world_size,
         timeout=timedelta(seconds=timeout),
     )
-    _generation = generation
-    known = set(_recorded())
+    known = set(counters())
     probe = torch.full((1,), rank + 1.0, device=where)
-    dist.all_reduce(probe)
+    _all_reduce(probe)
     expected = world_size * (world_size + 1) / 2
     if probe.item() != expected:
         raise WorldError(f"all_reduce over {world_size} ranks gave {probe.item()} instead of {expected}")
-    _number_default_group(set(_recorded()) - known)
+    _number_default_group(set(counters()) - known)
+    if isinstance(meeting, ExchangeStore) and rank == 0:
+        meeting.drop(f"gen{generation - 1}/")
     _info = RankInfo(
         rank=rank,
         world_size=world_size,
@@ -130,6 +170,11 @@ def join(
     return _info
 
 
+def current_generation() -> int:
+    """Give the generation that this rank is in, or is joining."""
+    return _generation
+
+
 def rank_info() -> RankInfo:
     """Give this rank's place, host, device and versions.
 
@@ -146,8 +191,9 @@ def rank_info() -> RankInfo:
 def device(local_rank: int, backend: str = "") -> torch.device:
     """Give the device of a rank: its GPU when there is one for it, else the CPU."""
     if backend != "gloo" or not backend:
-        if torch.cuda.is_available() and local_rank < torch.cuda.device_count():
-            return torch.device("cuda", local_rank)
+        # a scheduler may have bound one GPU to each rank, which then is number 0 to all of them
+        if torch.cuda.is_available() and (local_rank < torch.cuda.device_count() or torch.cuda.device_count() == 1):
+            return torch.device("cuda", local_rank % torch.cuda.device_count())
     elif torch.cuda.is_available():
         return torch.device("cuda", local_rank % torch.cuda.device_count())
     return torch.device("cpu")
@@ -158,6 +204,7 @@ def leave() -> None:
     if not dist.is_initialized():
         return
     cut()
+    _left.update(dict.fromkeys(_names, _generation))
     _names.clear()
     try:
         dist.destroy_process_group()
@@ -179,7 +226,7 @@ def cut() -> int:
         if _inode(descriptor) != inode:
             continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and not is_of_exchange(connection):
                 connection.shutdown(socket.SHUT_RDWR)
                 closed += 1
     return closed
@@ -193,7 +240,21 @@ def progress() -> dict[str, tuple[int, int]]:
     """
     if not dist.is_initialized():
         return {}
-    return {_names[number]: counters for number, counters in _recorded().items() if number in _names}
+    return {_names[number]: moved for number, moved in counters().items() if number in _names}
+
+
+def counters() -> Counters:
+    """Give the counters of all groups that this process ever made, by torch's number of each."""
+    status = pickle.loads(c10d_dump(includeCollectives=False)).get("pg_status", {})
+    return {
+        int(number): (int(s["last_enqueued_collective"]), int(s["last_completed_collective"]))
+        for number, s in status.items()
+    }
+
+
+def left_group(before: Counters) -> int | None:
+    """Give the generation of a group that was left and has been called since ``before`` all the same."""
+    return next((_left[n] for n, moved in counters().items() if n in _left and moved != before.get(n)), None)
 
 
 def collectives(since_ns: int) -> dict[str, dict[str, Any]]:
@@ -227,21 +288,13 @@ def collectives(since_ns: int) -> dict[str, dict[str, Any]]:
         last[name] = {
             "op": op,
             "shape": entry["input_sizes"],
-            "dtype": [str(dtype).lower() for dtype in entry["input_dtypes"]],
+            "dtype": [DTYPES.get(name, name) for name in (str(dtype).lower() for dtype in entry["input_dtypes"])],
             "seq": entry["collective_seq_id"],
             "ranks": members.get(name, []),
         }
     for name, entry in last.items():
         entry["count"] = counts.get((name, entry["op"]), 0)
     return last
-
-
-def _recorded() -> dict[int, tuple[int, int]]:
-    status = pickle.loads(c10d_dump(includeCollectives=False)).get("pg_status", {})
-    return {
-        int(number): (int(s["last_enqueued_collective"]), int(s["last_completed_collective"]))
-        for number, s in status.items()
-    }
 
 
 def _number_default_group(new: set[int]) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import ipyparallel.engine.app as app
 from traitlets import Type
 
+from nbdist.channel import ExchangeAddress
+from nbdist.engine import store
 from nbdist.engine.agent import start_paired_nanny
 from nbdist.engine.streams import follow_descriptors
 
@@ -36,6 +38,8 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]  # ipyparallel is not type
 def run_engine(spec: dict[str, Any], engine_id: int, channel: int) -> None:
     """Register with the controller and serve until told to stop."""
     app.start_nanny = functools.partial(start_paired_nanny, channel)
+    if "exchange" in spec:
+        store.meet_at(ExchangeAddress(**spec["exchange"]))
     argv = [
         f"--IPEngine.url_file={spec['url_file']}",
         f"--profile-dir={spec['profile_dir']}",

@@ -6,12 +6,14 @@ import builtins
 import os
 import signal
 import sys
+import tempfile
 import time
 import types
 import warnings
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import ipykernel.compiler
 import torch.distributed as dist
 
 from nbdist.engine import gate, loops, meters, process_group
@@ -95,6 +97,8 @@ def install() -> None:
     shell.kernel.pre_handler_hook = lambda: None
     shell.kernel.post_handler_hook = lambda: None
     shell.loop_runner = _run_awaiting
+    # IPython names a cell's code after a folder of this process; equal on all ranks, what mentions it folds
+    ipykernel.compiler.get_tmp_directory = lambda: os.path.join(tempfile.gettempdir(), "nbdist-cell")
     # values that a cell ends with are shown, not kept: Out would hold every tensor that was ever looked at
     shell.displayhook.do_full_cache = False
     shell.displayhook.cache_size = 0

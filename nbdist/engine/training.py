@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -15,13 +14,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from nbdist.engine import meters, parallel, rejoin
-from nbdist.engine.clocks import clock_for
-from nbdist.engine.data import DistributedLoader, first_tensor_length, length_of
-from nbdist.engine.evaluation import evaluate, moved
+from nbdist.engine import autosave, copying, hooks, meters, norms, parallel, rejoin
+from nbdist.engine.checks import (
+    check_optimizer,
+    check_shared_state,
+    compile_parts,
+    warn_if_alone,
+)
+from nbdist.engine.clocks import clock_for, exposed_communication
+from nbdist.engine.data import DistributedLoader, first_tensor_length
+from nbdist.engine.evaluation import evaluate
 from nbdist.engine.gate import StepStop, current_gate
+from nbdist.engine.gradients import Gradients
 from nbdist.engine.interrupts import Interrupts
 from nbdist.engine.recorder import Reason, Run
+from nbdist.engine.scaler import PiecewiseScaler, agree_on_overflow
+from nbdist.engine.uneven import Passes
 
 __all__ = ["Trainer"]
 
@@ -53,7 +61,11 @@ class Trainer:
     scheduler : torch.optim.lr_scheduler.LRScheduler, optional
         Advanced after each optimizer step.
     compile : bool
-        Compile the model by ``torch.compile``.
+        Compile the model by ``torch.compile``; a sharded one block by block.
+    uneven : "error", "drop" or "join"
+        What to do when the ranks' loaders differ in length: refuse; end each pass with the shortest; or go on to the
+        end of the longest, where ranks without a batch take part with none of their own, and the mean is over the
+        ranks that have one.
 
     Raises
     ------
@@ -79,6 +91,7 @@ class Trainer:
         clip_grad_norm: float | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         compile: bool = False,
+        uneven: str = "error",
     ) -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"Unknown precision {precision!r}. Known: {', '.join(map(repr, PRECISIONS))}.")
@@ -99,19 +112,18 @@ class Trainer:
         self.global_step = 0
         self.epoch = 0
         self._module = parallel.unwrap(model)
+        self._layout = parallel.layout_of(model)
         self._parameters = [p for p in self._module.parameters() if p.requires_grad]
-        _check_optimizer(optimizer, self._parameters)
-        if dist.is_initialized() and dist.get_world_size() > 1 and self._module is model and not compile:
-            warnings.warn(
-                "The model is not parallelized: each rank trains its own. "
-                'Use nbdist.parallelize(model, "ddp") before the optimizer is made.',
-                stacklevel=2,
-            )
+        check_optimizer(optimizer, self._parameters, self._layout)
+        if not compile:
+            warn_if_alone(model)
+        self._passes = Passes(uneven)
+        self._speaks = self._layout is None or self._layout.counts_samples
         self._device = self._parameters[0].device
-        self._dtype = PRECISIONS[precision]
-        self.scaler = torch.amp.GradScaler(self._device.type) if precision == "fp16" else None
+        self.scaler = PiecewiseScaler(self._device.type) if precision == "fp16" else None
+        self._hook = hooks.hook_of(model)
         if compile:
-            self._module.compile()
+            compile_parts(self._module)
         self._group = dist.group.WORLD if dist.is_initialized() else None
         self._batches: Iterator[Any] | None = None
         self._position = 0  # batches of the current pass that went into finished steps
@@ -120,24 +132,46 @@ class Trainer:
         self._clock = clock_for(self._device)
         self._run: Run | None = None
         self._sampled = -math.inf
+        self._hook_sent = 0
+        self._gradients = self._new_gradients()
         self._open_window()
 
-    def train(self, steps: int) -> None:
-        """Take ``steps`` optimizer steps from where the last call ended, across epochs.
+    def train(
+        self,
+        steps: int | None = None,
+        *,
+        epochs: float | None = None,
+        checkpoint_every: int | None = None,
+        checkpoint_dir: str | None = None,
+    ) -> None:
+        """Take ``steps`` optimizer steps, or those of ``epochs`` passes, from where the last call ended.
 
         The notebook's Stop ends it at the same step on every rank; an interrupt or an error anywhere leaves the
         weights, the optimizer and the position in the data as after the last finished step. Either way another call
-        goes on from there.
+        goes on from there. With ``checkpoint_every`` a checkpoint goes to ``checkpoint_dir`` every so many steps and
+        at Stop; the last three are kept.
 
         Raises
         ------
         ValueError
-            When the loader gives no batch.
+            When the loader gives no batch, or the ranks' loaders are uneven and nothing was said about it.
+        WorldError
+            For a sharded model whose process group was left.
         KeyboardInterrupt
             On Stop, after the agreed step.
+
+        Examples
+        --------
+        >>> trainer.train(500)
+        >>> trainer.train(epochs=2)
+        >>> trainer.train(500, checkpoint_every=50, checkpoint_dir="checkpoints")
         """
+        if (steps is None) == (epochs is None):
+            raise ValueError("train() takes a number of steps or epochs=: one of the two.")
+        saved = autosave.every(self, checkpoint_every, checkpoint_dir)
         self._rejoin()
-        target = self.global_step + steps
+        self._passes.agree(self.loader)
+        target = self.global_step + (self._steps_of(epochs) if steps is None else steps)
         run = self._named_run()
         run.begin(total=target, epoch=self.epoch, epochs=self._epochs_at(target), note=self._arithmetic())
         gate = current_gate()
@@ -151,11 +185,12 @@ class Trainer:
             self._abandon_window()
             self._module.train()
             self._clock.begin()
-            with self._interrupts.watched(), gate.run(self.global_step) if under_gate else _NOTHING:
+            with self._interrupts.watched(), gate.run(self.global_step) if under_gate else _NOTHING, saved:
                 while self.global_step < target:
                     if under_gate and not gate.enter():
                         raise StepStop(f"stopped after step {self.global_step}")
                     self._train_one_step(run)
+                    saved()
             reason, self._torn = "done", False
         except StepStop:
             reason, self._torn = "stopped", False
@@ -194,9 +229,9 @@ class Trainer:
             self._clock.begin()
         self._clock.skip()
         try:
-            closes = last or self._window == self.accumulate - 1
+            closes = last or self._gradients.batches == self.accumulate - 1
             with meters.Recording(self._record):
-                loss = self._micro_step(batch, closes=closes)
+                loss = self._gradients.add(batch, self.loss_fn, self.scaler, closes=closes)
                 if closes:
                     self._update(run, drawn=False)
         except BaseException:
@@ -209,8 +244,8 @@ class Trainer:
     ) -> dict[str, float | int]:
         """Give the mean loss over the samples of all ranks' loaders, each sample once.
 
-        The model is used without its wrapper, in evaluation mode: ranks may have different numbers of batches. Samples
-        that a DistributedSampler repeats are left out. A collective: every rank calls it.
+        In evaluation mode, and without DDP's wrapper: ranks may have different numbers of batches. Samples that a
+        DistributedSampler repeats are left out. A collective: every rank calls it.
 
         Parameters
         ----------
@@ -222,8 +257,15 @@ class Trainer:
         dict
             ``{"loss": float, "samples": int}``, with ``"accuracy"`` when asked for; equal on all ranks.
         """
+        parallel.check_group(self.model)
         return evaluate(
-            self._module, self.loss_fn, loader, device=self._device, autocast=self._autocast, accuracy=accuracy
+            self._module,
+            self.loss_fn,
+            loader,
+            device=self._device,
+            autocast=self._gradients.autocast,
+            accuracy=accuracy,
+            layout=self._layout,
         )
 
     def __repr__(self) -> str:
@@ -233,70 +275,14 @@ class Trainer:
 
     def _train_one_step(self, run: Run) -> None:
         with meters.Recording(self._record):
-            batch = self._draw()
+            window = self._draw_window()
             self._clock.lap("data_wait")
-            while True:
-                following = None
-                closes = self._window == self.accumulate - 1
-                if not closes:
-                    # no_sync() needs to know before the forward pass whether this batch is the window's last
-                    following = self._draw_in_pass()
-                    closes = self._ends_pass = following is None
-                    self._clock.lap("data_wait")
-                self._micro_step(batch, closes=closes)
-                if closes:
-                    break
-                batch = following
+            gradients = self._gradients
+            gradients.expect(window)
+            last = len(window) - 1
+            for number, batch in enumerate(window):
+                gradients.add(batch, self.loss_fn, self.scaler, closes=number == last)
             self._update(run, drawn=True)
-
-    def _micro_step(self, batch: Any, *, closes: bool) -> torch.Tensor:
-        """Add the gradient of one batch; reduce over the ranks if it closes the window."""
-        clock = self._clock
-        try:
-            inputs, targets = batch
-        except (TypeError, ValueError):
-            raise ValueError(f"The loader gives (inputs, targets), got {type(batch).__name__}.") from None
-        samples = first_tensor_length(inputs)
-        weight = 1 if samples is None else samples
-        inputs, targets = moved(inputs, self._device), moved(targets, self._device)
-        clock.lap("h2d")
-        model = self.model
-        # forward too: with only the backward pass inside, DDP reduces all the same
-        with _NOTHING if closes or not isinstance(model, DDP) else model.no_sync():
-            with self._autocast():
-                loss = self.loss_fn(model(inputs), targets)
-            if loss.ndim:
-                raise ValueError(f"loss_fn gives one number, the mean over the batch; got shape {tuple(loss.shape)}.")
-            clock.lap("forward")
-            scaled = loss if self.accumulate == 1 else loss * self._share_of(weight, closes=closes)
-            if self.scaler is not None:
-                scaled = self.scaler.scale(scaled)
-            scaled.backward()
-        clock.lap("backward")
-        self._window += 1
-        self._weights += weight
-        value = loss.detach()
-        self._loss_sum += (value.item() if value.device.type == "cpu" else value) * weight
-        if samples is not None:
-            self._samples += samples
-        return value
-
-    def _share_of(self, weight: int, *, closes: bool) -> float:
-        """Give the factor of this batch's mean loss in the window's mean over samples.
-
-        The window's size is known only with its last batch. Until then each batch counts as one of ``accumulate``
-        equal ones; with the last, what was added up is set right, before the ranks' gradients are averaged: a factor
-        of one rank alone, applied afterwards, would let the ranks drift apart.
-        """
-        if self._window == 0:
-            self._expected = weight * self.accumulate
-        if not closes:
-            return weight / self._expected
-        whole = self._weights + weight
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if whole != self._expected and gradients:
-            torch._foreach_mul_(gradients, self._expected / whole)
-        return weight / whole
 
     def _update(self, run: Run, *, drawn: bool) -> None:
         """Unscale, clip, step, in this order; then record the step."""
@@ -307,11 +293,11 @@ class Trainer:
         if scaler is not None:
             record["loss_scale"] = scaler.get_scale()
             scaler.unscale_(optimizer)
-            skipped = self._agree_on_overflow(scaler)
+            skipped = agree_on_overflow(scaler, optimizer, averaged=self._all_averaged())
             if skipped:
                 record["skipped"] = 1.0
         if self.clip_grad_norm is not None:
-            norm = nn.utils.clip_grad_norm_(self._parameters, self.clip_grad_norm)
+            norm = norms.clipped(self._parameters, self.clip_grad_norm, self._layout)
             record["grad_norm"] = norm.item() if norm.device.type == "cpu" else norm.detach()
         with self._interrupts:
             # weights, optimizer, schedule and counters move together or not at all
@@ -327,26 +313,22 @@ class Trainer:
             if drawn:
                 self._advance()
         self._clock.lap("optimizer")
-        record["loss"] = self._loss_sum / self._weights
+        gradients = self._gradients
+        loss = gradients.loss
+        if loss is not None:
+            record["loss"] = loss
         record["lr"] = float(lr)
         record["epoch"] = epoch
-        if self._samples:
-            record["samples"] = self._samples
+        if gradients.samples:
+            # ranks that share a batch must not count it again
+            record["samples"] = gradients.samples if self._speaks else 0
+        if self._hook is not None:
+            record["comm_bytes"], self._hook_sent = self._hook.sent - self._hook_sent, self._hook.sent
         self._sample_dear_values(record)
         number = self.global_step
         self._clock.finish(record, lambda step, ended: run.record(step, ended, number))
         run.epoch = self.epoch
         self._open_window()
-
-    def _agree_on_overflow(self, scaler: torch.amp.GradScaler) -> bool:
-        """Let all ranks skip the step if one of them found an infinite gradient."""
-        found = list(scaler._found_inf_per_device(self.optimizer).values())
-        # gradients that DDP has averaged are equal everywhere; those of other parameters may be infinite on one rank
-        # alone, which would then halve its scale and skip a step that the others take
-        if dist.is_initialized() and dist.get_world_size() > 1 and not self._all_averaged():
-            for flag in found:
-                dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return any(bool(flag.item()) for flag in found)
 
     def _all_averaged(self) -> bool:
         if not isinstance(self.model, DDP):
@@ -362,59 +344,71 @@ class Trainer:
         if self._device.type == "cuda":
             record["memory_allocated"] = torch.cuda.memory_allocated(self._device)
             record["memory_peak"] = torch.cuda.max_memory_allocated(self._device)
-        exposed = _exposed_communication(self.model)
+        exposed = exposed_communication(self.model)
         if exposed is not None:
             record["exposed_comm"] = exposed
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self._dtype is None:
-            return _NOTHING
-        return torch.autocast(self._device.type, self._dtype)
+    def _new_gradients(self) -> Gradients:
+        return Gradients(
+            self.model,
+            self._parameters,
+            accumulate=self.accumulate,
+            device=self._device,
+            dtype=PRECISIONS[self.precision],
+            clock=self._clock,
+            keep_spare=self._passes.joins,
+        )
 
     def _open_window(self) -> None:
         self._record: dict[str, Any] = {}
-        self._window = 0  # batches in it
         self._ends_pass = False
-        self._weights = 0
-        self._samples = 0
-        self._expected = 0
-        self._loss_sum: Any = 0.0
+        self._gradients.open()
 
     def _abandon_window(self) -> None:
         """Forget the gradients of a step that will not be finished."""
         self._open_window()
         self.optimizer.zero_grad(set_to_none=True)
+        self._gradients.drop()
         if self.scaler is not None:
             # it may have been left between unscale_ and step, and would refuse to unscale again
             state = self.scaler.state_dict()
-            self.scaler = torch.amp.GradScaler(self._device.type)
+            self.scaler = PiecewiseScaler(self._device.type)
             self.scaler.load_state_dict(state)
 
     # The data
 
-    def _draw(self) -> Any:
-        """Give the next batch, of the next pass when this one has ended."""
-        batch = self._draw_in_pass()
+    def _draw_window(self) -> list[Any]:
+        """Give the batches of the next optimizer step: of the next pass when this one has ended."""
+        batch = self._draw(0)
         if batch is None and self._position:
             self.epoch, self._position = self.epoch + 1, 0
-            batch = self._draw_in_pass()
+            batch = self._draw(0)
         if batch is None:
             raise ValueError("The loader gives no batch.")
-        return batch
+        if self._passes.joins and self._passes.ranks:
+            self._gradients.joined = dist.get_world_size() / self._passes.ranks
+        window = [batch]
+        while len(window) < self.accumulate and not self._ends_pass:
+            batch = self._draw(len(window))
+            if batch is None:
+                self._ends_pass = True
+            else:
+                window.append(batch)
+        return window
 
-    def _draw_in_pass(self) -> Any:
-        """Give the next batch of this pass; None at its end."""
+    def _draw(self, number: int) -> Any:
+        """Give the batch with this number in the window; None at the end of the pass."""
         if self._batches is None:
             self._batches = self._begin_pass()
-        batch = next(self._batches, None)
+        batch = self._passes.next(self._batches, self._position + number)
         if batch is None:
             self._batches = None
         return batch
 
     def _advance(self) -> None:
         """Count the batches of the window that has just been used, together with the weights that it gave."""
-        self._position += self._window
-        length = length_of(self.loader)
+        self._position += self._gradients.batches
+        length = self._passes.length(self.loader)
         if self._ends_pass or (length is not None and self._position >= length):
             self.epoch, self._position = self.epoch + 1, 0
             self._batches = None
@@ -443,6 +437,8 @@ class Trainer:
         group = dist.group.WORLD if dist.is_initialized() else None
         if group is self._group:
             return
+        parallel.check_group(self.model)
+        check_shared_state(self.optimizer)
         parallel.follow(self.model)
         self._abandon_window()
         self._batches = None
@@ -453,11 +449,15 @@ class Trainer:
         # only now: an interrupt above leaves it to the next call
         self._group = group
 
+    def _steps_of(self, epochs: float | None) -> int:
+        length = self._passes.length(self.loader)
+        if not length or epochs is None:
+            raise ValueError("The loader does not tell its length, so epochs= has no number of steps. Give steps.")
+        return round(epochs * math.ceil(length / self.accumulate))
+
     def _epochs_at(self, step: int) -> float | None:
-        length = length_of(self.loader)
-        if not length:
-            return None
-        return step / math.ceil(length / self.accumulate)
+        length = self._passes.length(self.loader)
+        return step / math.ceil(length / self.accumulate) if length else None
 
     def _arithmetic(self) -> str:
         """Write the batch arithmetic: per rank x ranks x accumulated = samples per optimizer step."""
@@ -465,33 +465,52 @@ class Trainer:
         if size is None and isinstance(self.loader, (list, tuple)) and self.loader:
             size = first_tensor_length(self.loader[0])
         ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if self._layout is not None:
+            ranks = self._layout.dims.data_size
         whole = "" if size is None else f" = {size * ranks * self.accumulate}"
         return (
             f"{'?' if size is None else size} per rank × {ranks} ranks × {self.accumulate} accumulated{whole} samples"
         )
 
+    # What is saved, and what is copied to a rank in a dead one's place
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-    if not parameters:
-        raise ValueError("No parameter of the model requires a gradient: there is nothing to train.")
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not any(id(p) in held for p in parameters):
-        raise ValueError(
-            f"0 of {len(parameters)} parameters of the model are in the optimizer. "
-            "Make the optimizer from model.parameters() after nbdist.parallelize()."
-        )
+    def state_dict(self) -> dict[str, Any]:
+        """Give what an exact resume needs beside the model and the optimizer: plain data and tensors."""
+        return {
+            "step": self.global_step,
+            "epoch": self.epoch,
+            "position": self._position,
+            "samples": self._position * self._samples_a_batch(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+        }
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where ``state_dict`` was taken; with other batch sizes or ranks, after as many samples."""
+        size = self._samples_a_batch()
+        position = state["samples"] // size if size and state["samples"] else state["position"]
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        self.global_step, self.epoch, self._position = state["step"], state["epoch"], position
+        self._batches = None
+        self._torn = False
+        self._abandon_window()
 
-def _exposed_communication(model: nn.Module) -> float | None:
-    """Give the seconds of the last reduced backward pass that were communication alone, as DDP has measured them."""
-    if not isinstance(model, DDP):
-        return None
-    if model.device.type == "cpu":
-        # DDP times each 100th step of its own accord; on a CPU every step costs nothing, on a GPU it would wait
-        model._set_ddp_runtime_logging_sample_rate(1)
-    data = model._get_ddp_logging_data()
-    communication: float | None = data.get("backward_comm_time")
-    overlap: float | None = data.get("backward_compute_comm_overlap_time")
-    if not communication or overlap is None:
-        return None
-    return max(0.0, (communication - overlap) / 1e9)
+    def _samples_a_batch(self) -> int:
+        """Number the samples that all ranks' loaders give in one batch each; 0 where it is not known."""
+        size = getattr(self.loader, "batch_size", None)
+        return size * parallel.data_rank()[1] if isinstance(size, int) else 0
+
+    def __getstate__(self) -> dict[str, bytes]:
+        packed = self.__dict__.get("_packed")
+        return {"_packed": copying.pack(self) if packed is None else packed}
+
+    def __getattr__(self, name: str) -> Any:
+        # unpacked at first use: where it is only handed on, there need be no process group, nor this rank's device
+        packed = self.__dict__.pop("_packed", None)
+        if packed is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        copying.unpack(self, packed)
+        return getattr(self, name)

@@ -1,12 +1,14 @@
-"""How the processes of a cluster are started: ipyparallel launchers, found by their entry points."""
+"""A controller and a node agent on this machine, and what both have in common: they end with this process."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import socket
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -84,7 +86,10 @@ class AgentLauncher(_Piped, EngineLauncher):  # type: ignore[misc]  # ipyparalle
     ``on_event`` is called, from a thread of the launcher, with each report of the agent (see ``nbdist.engine.agent``).
     """
 
+    patience = 60.0
+
     order = traitlets.Dict(help="What the agent is told beside the usual.")
+    options = traitlets.Dict(help="For launchers of other hosts.")
     on_event = traitlets.Any(help="Called with each report of the agent.")
     spawned = traitlets.Any(help="The agent's process, where it was started before ipyparallel was imported.")
 
@@ -110,6 +115,11 @@ class AgentLauncher(_Piped, EngineLauncher):  # type: ignore[misc]  # ipyparalle
     async def stop(self) -> None:
         self.close_input()
         await super().stop()
+
+    def place(self, taken: Iterable[tuple[int, int]]) -> tuple[int, int]:
+        """Give node and local rank for one more rank."""
+        used = {local_rank for _, local_rank in taken}
+        return 0, next(local_rank for local_rank in itertools.count() if local_rank not in used)
 
     def _listen(self, reports: Any) -> None:
         with reports:

@@ -71,7 +71,7 @@ def run(repeats: int = 5) -> Table:
             lost = 2 * lines - len(set(re.findall(r"<\d:\d{6}>", written(last["ours"]))))
             table.add(
                 f"2 × {lines:,} lines",
-                f"{table.verdict(rate, at_least=100_000)} lines/s",
+                table.verdict(rate, " lines/s", at_least=100_000),
                 f"{px_rate:,.0f} lines/s",
                 f"{rate / px_rate:.2f}",
                 table.verdict(lost, at_most=0),
@@ -99,7 +99,7 @@ def run(repeats: int = 5) -> Table:
         ours, px = (latencies(last[side]) for side in ("ours", "px"))
         table.add(
             "print → front end, 10 lines/s",
-            f"{1e3 * median(ours):.0f} ms, p95 {table.verdict(1e3 * percentile(ours, 0.95), at_most=100)} ms",
+            f"{1e3 * median(ours):.0f} ms, p95 {table.verdict(1e3 * percentile(ours, 0.95), ' ms', at_most=100)}",
             f"{1e3 * median(px):.0f} ms, p95 {1e3 * percentile(px, 0.95):.0f} ms",
             f"{median(ours) / median(px):.2f}",
             table.verdict(100 - len(ours), at_most=0),

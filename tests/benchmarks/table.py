@@ -21,12 +21,15 @@ class Table:
         assert len(cells) == len(self.columns), cells
         self.rows.append(cells)
 
-    def verdict(self, value: float, *, at_most: float | None = None, at_least: float | None = None) -> str:
-        """Say whether a ratio is within its bound, and remember if not."""
+    def verdict(
+        self, value: float, unit: str = "", *, at_most: float | None = None, at_least: float | None = None
+    ) -> str:
+        """Say whether a value is within its bound, and remember if not."""
         ok = (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
         self.met &= ok
-        bound = f"≤ {at_most:g}" if at_most is not None else f"≥ {at_least:g}"
-        return f"{value:.3g} ({bound}: {'met' if ok else 'NOT MET'})"
+        bound = f"≤ {at_most:,}" if at_most is not None else f"≥ {at_least:,}"
+        shown = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+        return f"{shown}{unit} ({bound}: {'met' if ok else 'NOT MET'})"
 
     def __str__(self) -> str:
         widths = [max(len(row[i]) for row in [self.columns, *self.rows]) for i in range(len(self.columns))]

@@ -11,6 +11,7 @@ from torch import nn
 
 from nbdist.engine.data import distributed_loader
 from nbdist.engine.parallel import parallelize
+from nbdist.engine.scaler import PiecewiseScaler
 from nbdist.engine.training import Trainer
 from tests.training.models import adamw, apart, loss_fn, net, samples, sgd, share, trained_alone, weights
 
@@ -191,7 +192,7 @@ def test_all_ranks_skip_a_step_whose_gradient_is_infinite_on_one(ranks):
         trainer = Trainer(
             model, optimizer, with_outside, mine(global_batches([8] * 3)), precision="fp16", scheduler=scheduler
         )
-        trainer.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        trainer.scaler = PiecewiseScaler("cpu", init_scale=8.0)
         records = recorded(trainer)
         before = weights(model)
         trainer.train(1)

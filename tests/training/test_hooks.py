@@ -1,0 +1,109 @@
+"""Compressed gradients, and models that were changed after wrapping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import nbdist
+from nbdist.engine.training import Trainer
+from tests.training.models import apart, loss_fn, net, samples, share, weights
+from tests.training.strategies import alone, farthest, global_batches, trained
+
+
+def wide():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 3))
+
+
+def wide_batches(count):
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batch = torch.randn(4, 256, generator=generator), torch.randint(0, 3, (4,), generator=generator)
+    return [batch] * count
+
+
+@pytest.mark.parametrize(("name", "most"), [("fp16", 0.5), ("bf16", 0.5), ("powersgd", 0.1)])
+def test_a_hook_sends_fewer_bytes_and_training_goes_on_alike(ranks, name, most):
+    def train():
+        model = nbdist.parallelize(wide(), "ddp", comm_hook=name)
+        trainer = Trainer(
+            model, torch.optim.SGD(model.parameters(), lr=0.05), nn.functional.cross_entropy, wide_batches(10)
+        )
+        records: list[dict] = []
+        run: Any = trainer._named_run()
+        run.record = lambda step, *_: records.append(dict(step))
+        trainer.train(10)
+        return [r["comm_bytes"] for r in records], [r["loss"] for r in records], weights(model)
+
+    def plain():
+        model = nbdist.parallelize(wide(), "ddp")
+        trainer = Trainer(
+            model, torch.optim.SGD(model.parameters(), lr=0.05), nn.functional.cross_entropy, wide_batches(10)
+        )
+        trainer.train(10)
+        return weights(model)
+
+    whole = 4 * sum(p.numel() for p in wide().parameters())
+    (sent, losses, zero), (_, _, one) = ranks.run(train)
+    assert sent[-1] <= most * whole
+    assert apart(zero, one) == 0.0
+    if name == "powersgd":
+        assert sent[0] == whole
+        assert losses[-1] < 0.7 * losses[0]
+    else:
+        assert apart(zero, ranks.run(plain)[0]) < 2e-2
+
+
+def test_bf16_gradients_stay_near_those_of_one_process(ranks):
+    expected, _ = alone(global_batches())
+    assert farthest(ranks.run(trained, "ddp bf16 hook", global_batches()), expected) < 5e-3
+
+
+def test_another_hook_rewraps_and_says_so(ranks):
+    def again():
+        model = nbdist.parallelize(net(), "ddp", comm_hook="fp16")
+        with pytest.warns(UserWarning, match="had the comm_hook 'fp16': rewrapped with 'bf16'"):
+            model = nbdist.parallelize(model, "ddp", comm_hook=nbdist.comm_hook("bf16"))
+        inputs, targets = share(samples(8), dist.get_rank(), 2)
+        loss_fn(model(inputs), targets).backward()
+        return [p.grad for p in model.parameters()]
+
+    zero, one = ranks.run(again)
+    assert apart(zero, one) == 0.0
+
+
+def test_unknown_hooks_and_options_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"Unknown comm_hook 'zip'\. Known: 'fp16', 'bf16', 'powersgd'"):
+        nbdist.comm_hook("zip")
+    with pytest.raises(ValueError, match="'fp16' takes no options, got 'rank'"):
+        nbdist.comm_hook("fp16", rank=1)
+
+
+CHANGES = {
+    "replaced": (lambda model: setattr(model[0], "weight", nn.Parameter(model[0].weight + 0)), "0.weight replaced"),
+    "layer": (lambda model: model.add_module("2", nn.Linear(16, 3)), "2.weight and 1 more replaced after wrapping"),
+    "frozen": (lambda model: model[0].weight.requires_grad_(False), "requires_grad of 0.weight changed"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_after_wrapping_is_told_at_the_next_step_once(ranks, what):
+    def change():
+        model: Any = nbdist.parallelize(net(), "ddp")
+        inputs, targets = share(samples(8), dist.get_rank(), 2)
+        loss_fn(model(inputs), targets).backward()
+        CHANGES[what][0](model.module)
+        with pytest.warns(UserWarning, match="rewrap: model = nbdist.parallelize") as caught:
+            outputs = model(inputs)
+        with torch.no_grad():
+            model(inputs)
+        del outputs
+        return [str(warning.message) for warning in caught]
+
+    for messages in ranks.run(change):
+        (message,) = messages
+        assert CHANGES[what][1] in message

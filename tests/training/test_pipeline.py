@@ -1,0 +1,92 @@
+"""Pipelines: what is refused before anything is sent, names of the state, and batches of other shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import nbdist
+from nbdist.engine.training import Trainer
+from tests.training.strategies import alone, farthest, global_batches, gpt, loss_fn, stages, trained, whole_state
+
+
+def refused(make):
+    with pytest.raises(ValueError) as error:
+        make()
+    value = torch.ones(1)
+    dist.all_reduce(value)  # nobody is left waiting
+    assert value.item() == 2.0
+    return str(error.value)
+
+
+COUNTS = [
+    (2, dict(n_microbatches=1), "n_microbatches (1) < 2 stages: use n_microbatches >= 2"),
+    (3, dict(), '"1F1B" holds one stage per rank: 3 stages ≠ pp (2)'),
+    (3, dict(schedule="ZBV"), '"ZBVZeroBubble" holds two stages per rank: 3 stages ≠ 2 × pp (2)'),
+    (2, dict(schedule="Interleaved1F1B"), "two or more stages per rank: 2 stages"),
+    (2, dict(schedule="2F2B"), "Unknown schedule '2F2B'. Known: 1F1B"),
+    (2, dict(dims=nbdist.ParallelDims(pp=3)), "pp (3) ≠ world size 2"),
+]
+
+
+@pytest.mark.parametrize(("count", "options", "message"), COUNTS)
+def test_stages_that_no_schedule_can_run_are_refused(ranks, count, options, message):
+    zero, one = ranks.run(lambda: refused(lambda: nbdist.pipeline(stages(count), **options)))
+    assert zero == one
+    assert message in zero
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_what_would(ranks):
+    def feed():
+        model = nbdist.pipeline(stages(2), n_microbatches=3)
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, global_batches([8]))
+        message = refused(lambda: trainer.train(1))
+        again = nbdist.pipeline(stages(2), n_microbatches=4)
+        trainer = Trainer(again, torch.optim.SGD(again.parameters(), lr=0.1), loss_fn, global_batches([8]))
+        trainer.train(1)
+        return message, trainer.step(global_batches([8])[0]).item()
+
+    (message, zero), (other, one) = ranks.run(feed)
+    assert message == other
+    assert "A batch of 8 is not divisible by 3 micro-batches: use n_microbatches 2, 4, 8" in message
+    assert zero == one
+
+
+def test_batches_of_several_shapes_run_through_one_pipeline(ranks):
+    batches = global_batches([8, 4, 8, 12, 4])
+    weights, _ = alone(batches)
+    assert farthest(ranks.run(trained, "pp 1f1b", batches), weights) < 2e-6
+
+
+def test_each_rank_keeps_its_stages_under_the_names_of_the_whole(ranks):
+    def keep():
+        model = nbdist.pipeline(stages(2, seed=dist.get_rank()), "GPipe")
+        return repr(model), whole_state(model, "pp")
+
+    (zero, front), (one, back) = ranks.run(keep)
+    assert zero == "<Pipeline GPipe, 2 stages, 2 micro-batches, here: 0>"
+    assert one.endswith("here: 1>")
+    expected = gpt(0).state_dict()  # rank 0's weights, on all
+    assert sorted(front | back) == sorted(expected)
+    assert all(torch.equal(value, expected[name]) for name, value in (front | back).items())
+
+
+def test_outputs_are_on_the_last_rank_and_an_own_loop_trains(ranks):
+    def loop():
+        model = nbdist.pipeline(stages(2), n_microbatches=4)
+        (inputs, targets), *_ = global_batches()
+        with torch.no_grad():
+            outputs = model(inputs)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for inputs, targets in global_batches():
+            model.forward_backward(inputs, targets, loss_fn)
+            nbdist.clip_grad_norm(model, 0.2)
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"weights": whole_state(model, "pp"), "outputs": outputs}
+
+    zero, one = ranks.run(loop)
+    assert zero["outputs"] is None
+    torch.testing.assert_close(one["outputs"], gpt()(global_batches()[0][0]), atol=1e-6, rtol=0)
+    assert farthest([zero, one], alone(global_batches(), clip=0.2)[0]) < 2e-6
