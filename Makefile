@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input install --
 NAME   ?= all
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lab check test bench browser clean
+.PHONY: help demo lab check test bench interop browser clean
 
 help:   ## this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /make \1	/' | expand -t 14
@@ -27,6 +27,10 @@ test: check browser   ## check, then every test (PYTEST_ARGS="-k folds tests/clu
 
 bench: $(VENV)/test.stamp   ## measure against ipyparallel and torchrun (NAME=start|cell|stream|train|records; default all)
 	$(BIN)/python -m tests.benchmarks $(NAME)
+
+interop: $(VENV)/test.stamp   ## train by Accelerate, Hugging Face and Lightning inside cells (installs them)
+	@$(PIP) --constraint constraints.txt --editable '.[interop]'
+	$(BIN)/python -m pytest tests/interop
 
 clean:   ## remove what make made
 	rm -rf $(VENV) demo dist build .mypy_cache .ruff_cache .pytest_cache

@@ -14,10 +14,10 @@ import signal
 import subprocess
 import sys
 import threading
-
-import psutil
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 if TYPE_CHECKING:
     from nbdist.exchange import Exchange
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 PARENT_POLL_S = 0.25
-
-
 FAREWELL_S = 20.0
 
 

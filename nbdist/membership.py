@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbdist import values
 from nbdist.errors import ClusterError
 from nbdist.ranks import named
 
@@ -44,8 +45,7 @@ def repair(cluster: Cluster, copy: str | None = None) -> str:
     if copy is not None:
         if not living:
             raise ClusterError(f"{done}, but no rank is left to copy {copy!r} from.")
-        value = cluster.pull(copy, living[0])
-        cluster.push(dead, **{copy: value})
+        values.copy(cluster, copy, living[0], dead)
         done += f"; {copy} copied from rank {living[0]}"
     return done + "."
 

@@ -128,7 +128,8 @@ class Launched:
         cluster = self._cluster = _configured(self.run_dir, n)
         kind = cluster.engine_launcher_class
         environment = dict(engines["environment"])
-        self.timeout = float(timeout or getattr(kind, "patience", 60.0))
+        patience: float = getattr(kind, "patience", 60.0)
+        self.timeout = timeout or patience
         if hasattr(kind, "make_plan"):
             self.one_host = False
             setting = kind(parent=cluster, options=engines["options"]).settings

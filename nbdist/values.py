@@ -13,7 +13,7 @@ from nbdist.ranks import PerRank, named
 if TYPE_CHECKING:
     from nbdist.cluster import Cluster
 
-__all__ = ["evaluate", "pull", "push"]
+__all__ = ["copy", "evaluate", "pull", "push"]
 
 RESULT = "_nbdist_value"
 
@@ -80,6 +80,24 @@ def evaluate(cluster: Cluster, expression: str, ranks: Iterable[int] | None = No
         return pull(cluster, RESULT, chosen)
     except NbdistError as error:
         raise NbdistError(str(error).replace(repr(RESULT), repr(text))) from None
+
+
+def copy(cluster: Cluster, name: str, source: int, targets: Iterable[int]) -> None:
+    """Copy a value from one rank to others as it was pickled: the notebook need not have what it is made of."""
+    world = cluster.world
+    parts = _results(
+        cluster, {source: cluster.client.submit(world.engines[source], "nbdist.engine.bootstrap:pull", name)}
+    )[source]
+    if isinstance(parts, BaseException) or parts[0] != "ok":
+        why = _first_line(parts) if isinstance(parts, BaseException) else " ".join(map(str, parts))
+        raise NbdistError(f"{name!r} could not be copied from rank {source}: {why}.")
+    futures = {
+        rank: cluster.client.submit(world.engines[rank], "nbdist.engine.bootstrap:push", parts[1:], name)
+        for rank in targets
+    }
+    for rank, result in _results(cluster, futures).items():
+        if isinstance(result, BaseException):
+            raise NbdistError(f"rank {rank} could not take {name!r}: {_first_line(result)}")
 
 
 def _chosen(cluster: Cluster, ranks: Iterable[int] | None) -> tuple[int, ...]:

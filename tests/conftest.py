@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 RUN_TAG = "NBDIST_TEST_RUN"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what only some of the folders use, since pytest asks for options before it looks into folders."""
+    group = parser.getgroup("nbdist")
+    group.addoption("--multinode", action="store_true", help="all tests of several hosts, not just a sample")
+    group.addoption("--require-multinode", action="store_true", help="fail where a scheduler or tool is missing")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Give the run a private home: nothing that a test starts reads or writes the developer's own folders."""
     root = Path(tempfile.mkdtemp(prefix="nbd"))  # short: socket paths end at 108 bytes

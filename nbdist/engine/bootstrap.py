@@ -65,9 +65,10 @@ def switch_guard(on: bool) -> bool:
     return guard.switch(on)
 
 
-def push(parts: list[Any]) -> None:
-    """Put pickled values into the namespace."""
-    _namespace().update(wire.load(parts))
+def push(parts: list[Any], name: str = "") -> None:
+    """Put pickled values into the namespace: a dict of names, or one value under ``name``."""
+    value = wire.load(parts)
+    _namespace().update({name: value} if name else value)
 
 
 def pull(name: str) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nbdist.engine import completion, gate, meters, process_group, runner, wrapping
+from nbdist.engine import completion, gate, limits, meters, process_group, runner, wrapping
 from nbdist.records import to_wire
 
 __all__ = ["install"]
@@ -36,6 +36,7 @@ def install(kernel: Any) -> None:
     kernel.control_handlers["nbdist_request"] = handle
     _publish_only_idle(kernel)
     runner.install()
+    limits.raise_fd_limit()
     wrapping.compare_models()
     _install_pager(kernel.shell)
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import ipykernel.compiler
 import torch.distributed as dist
 
-from nbdist.engine import gate, loops, meters, process_group
+from nbdist.engine import gate, loops, meeting, meters, process_group
 from nbdist.engine.explain import explain, from_transport
 from nbdist.records import RankError, to_wire
 
@@ -81,6 +81,7 @@ def run(source: str, label: int, run_name: str) -> dict[str, Any]:
         error = cell.error
         meters.end_cell("done" if error is None else "stopped" if error.released is not None else "failed")
         meters.flush()
+        meeting.cell_ended()
     return {
         "error": to_wire(error) if error is not None else None,
         "seconds": time.monotonic() - cell.began,

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import zmq
-from torch._C._distributed_c10d import FileStore, Store  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import FileStore, Store
 
 from nbdist.channel import STORE, ExchangeAddress, connect, local_address
 

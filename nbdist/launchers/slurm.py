@@ -196,19 +196,6 @@ class SlurmAgents(RemoteAgents):
             self.report(event="notice", text=text)
 
 
-ENDED = (
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "PREEMPTED",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "COMPLETED",
-    "DEADLINE",
-)
-
-
 def describe(job: str, fields: list[str]) -> str:
     """Put squeue's line into words: ``job 12 PENDING (Priority), starts 14:05``."""
     if not fields:

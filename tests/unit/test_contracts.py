@@ -17,12 +17,14 @@ KERNEL = sorted(set(PACKAGE.rglob("*.py")) - set(ENGINE))
 # on ranks and in the notebook alike
 SHARED = {"channel", "errors", "host", "profiles", "ranks", "records", "report", "wire"}
 
+LIGHT = {"platformdirs", "zmq"}
+
 # From the bottom up: a module imports from its own layer and from those before it, wherever in the file it does so.
 LAYERS = (
-    {"channel", "host", "launch", "records", "ranks"},
+    {"channel", "launch", "records", "ranks"},
     {"hangs", "report"},
     {"errors"},
-    {"profiles", "runlog", "wire"},
+    {"host", "profiles", "runlog", "wire"},
     {"exchange", "lines"},
     {"client", "controller", "kept", "launchers", "page", "progress", "runs", "verdicts"},
     {"output", "processes", "telemetry"},
@@ -133,7 +135,7 @@ def test_what_both_sides_import_needs_neither_torch_nor_the_front_end() -> None:
         f"{where} imports {module}"
         for name in SHARED
         for where, module in imports(PACKAGE / f"{name}.py")
-        if module.split(".")[0] not in {*sys.stdlib_module_names, "nbdist", "cloudpickle", "IPython", "platformdirs", "zmq"}
+        if module.split(".")[0] not in {*sys.stdlib_module_names, "nbdist", "cloudpickle", "IPython", *LIGHT}
     ]
     assert not wrong, "\n".join(wrong)
 
