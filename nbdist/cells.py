@@ -18,7 +18,7 @@ from nbdist.page import Page
 from nbdist.ranks import named
 from nbdist.records import HangReport, RankError, from_wire
 from nbdist.release import Release, stop_button
-from nbdist.report import one_line
+from nbdist.report import describe_end, one_line
 from nbdist.watch import Watch
 
 if TYPE_CHECKING:
@@ -264,8 +264,6 @@ class Cell:
 
     def _lost(self, rank: int, result: object) -> RankError:
         """Describe a rank whose reply will never come."""
-        from nbdist.cluster import describe_end
-
         engine = self.cluster.world.engines[rank]
         death = self._death(engine)
         host = self.cluster.world.ranks[rank].host

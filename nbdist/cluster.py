@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist import ranks as rank_sets
 from nbdist.errors import ClusterError
 from nbdist.hosts import Hosts
+from nbdist.report import describe_end
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -95,7 +96,7 @@ class Cluster:
         oversubscribe: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        from nbdist.host import visible_gpus
+        from nbdist.host import check_size, visible_gpus
 
         if backend not in BACKENDS:
             raise ValueError(f"backend {backend!r}: choose one of {', '.join(BACKENDS)}.")
@@ -702,37 +703,6 @@ class Cluster:
             self.cell.wake()
         elif self._page is not None and self._world is not None:
             self._page.write(self.defunct + "\n", "stderr")
-
-
-def describe_end(death: dict[str, Any], host: str = "") -> str:
-    """Say how a process ended: ``exited with code 3``, ``was killed by signal 9 (SIGKILL): often out of memory``."""
-    number = death.get("signal")
-    if "why" in death:
-        return str(death["why"])
-    who = f"(pid {death['pid']}{', host ' + host if host else ''})"
-    if number is None:
-        return f"{who} exited with code {death.get('code')}"
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        return f"{who} was killed by signal {number}"
-    why = {"SIGKILL": ": often out of memory", "SIGABRT": ": often different shapes or dtypes in a collective"}
-    return f"{who} was killed by signal {number} ({name}){why.get(name, '')}"
-
-
-def check_size(n: int, gpus: int, backend: str, oversubscribe: bool) -> None:
-    from nbdist.host import cores as count_cores
-
-    cores = count_cores()
-    limit = max(8, 4 * cores)
-    if n < 1:
-        raise ValueError(f"-n {n}: a world has at least 1 rank.")
-    if backend == "nccl" and gpus == 0:
-        raise ValueError("--backend nccl needs a GPU and there is none here. Use --backend gloo.")
-    if backend == "nccl" and n > gpus:
-        raise ValueError(f"{n} ranks, {gpus} GPU{'s' if gpus > 1 else ''}: use -n {gpus}, or --backend gloo to share.")
-    if n > limit and not oversubscribe:
-        raise ValueError(f"{n} ranks on {cores} cores: at most {limit} without --oversubscribe.")
 
 
 def _indent(text: str) -> str:

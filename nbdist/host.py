@@ -13,7 +13,7 @@ from typing import IO
 
 from nbdist.errors import ClusterError
 
-__all__ = ["AGENT", "check_ports", "clean_environment", "cores", "notices", "spawn", "visible_gpus"]
+__all__ = ["AGENT", "check_ports", "check_size", "clean_environment", "cores", "notices", "spawn", "visible_gpus"]
 
 PORTS = 24  # of the controller's sockets, and a few to spare
 AGENT = (sys.executable, "-m", "nbdist.engine.agent")
@@ -39,6 +39,19 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def check_size(n: int, gpus: int, backend: str, oversubscribe: bool) -> None:
+    available = cores()
+    limit = max(8, 4 * available)
+    if n < 1:
+        raise ValueError(f"-n {n}: a world has at least 1 rank.")
+    if backend == "nccl" and gpus == 0:
+        raise ValueError("--backend nccl needs a GPU and there is none here. Use --backend gloo.")
+    if backend == "nccl" and n > gpus:
+        raise ValueError(f"{n} ranks, {gpus} GPU{'s' if gpus > 1 else ''}: use -n {gpus}, or --backend gloo to share.")
+    if n > limit and not oversubscribe:
+        raise ValueError(f"{n} ranks on {available} cores: at most {limit} without --oversubscribe.")
 
 
 def check_ports() -> None:

@@ -72,8 +72,7 @@ def shrink(cluster: Cluster) -> str:
 
 def resize(cluster: Cluster, n: int) -> str:
     """Grow or shrink the world; see ``Cluster.resize``."""
-    from nbdist.cluster import check_size
-    from nbdist.host import visible_gpus
+    from nbdist.host import check_size, visible_gpus
 
     world = cluster.world
     _refuse_while_running(cluster)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
+from typing import Any
 
 from nbdist.ranks import named
 from nbdist.records import RankError
 
-__all__ = ["one_line", "render_errors"]
+__all__ = ["describe_end", "one_line", "render_errors"]
 
 RED, BOLD, DIM, PLAIN = "\x1b[31m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
@@ -38,3 +40,19 @@ def one_line(error: RankError) -> str:
         return f"released from {error.released}{place}" if error.released else f"interrupted{place}"
     first = error.evalue.strip().splitlines()[:1]
     return f"{error.ename}{': ' + first[0] if first else ''}{place}"
+
+
+def describe_end(death: dict[str, Any], host: str = "") -> str:
+    """Say how a process ended: ``exited with code 3``, ``was killed by signal 9 (SIGKILL): often out of memory``."""
+    number = death.get("signal")
+    if "why" in death:
+        return str(death["why"])
+    who = f"(pid {death['pid']}{', host ' + host if host else ''})"
+    if number is None:
+        return f"{who} exited with code {death.get('code')}"
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"{who} was killed by signal {number}"
+    why = {"SIGKILL": ": often out of memory", "SIGABRT": ": often different shapes or dtypes in a collective"}
+    return f"{who} was killed by signal {number} ({name}){why.get(name, '')}"

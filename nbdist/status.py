@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from nbdist.report import describe_end
+
 if TYPE_CHECKING:
     from nbdist.cluster import Cluster
 
@@ -46,8 +48,6 @@ class Status(tuple[RankStatus, ...]):
 
 def ask(cluster: Cluster) -> Status:
     """Ask every rank; one that does not answer in time is shown with what is known of it."""
-    from nbdist.cluster import describe_end
-
     world = cluster.world
     replies = cluster.client.ask(world.engines, "status", timeout=ANSWER_S)
     rows = []

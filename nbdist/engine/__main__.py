@@ -17,9 +17,7 @@ from nbdist.engine.agent import read_line
 def main() -> int:
     """Read what to join, and join it."""
     parser = argparse.ArgumentParser(prog="python -m nbdist.engine", description=__doc__)
-    parser.add_argument(
-        "--orders", metavar="FILE", help="what to read, where this host has it; else standard input"
-    )
+    parser.add_argument("--orders", metavar="FILE", help="what to read, where this host has it; else standard input")
     parser.add_argument("--lifeline", action="store_true", help="end when standard input ends")
     parser.add_argument("--join", action="store_true", help="make a cluster of the job that this is part of")
     parser.add_argument("--name", default="", help="under which %%cluster attach finds that cluster")

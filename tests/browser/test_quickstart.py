@@ -28,7 +28,10 @@ def quickstart(lab):
     """The quickstart up to its panel, run; a cell that trains on in the background was added before the end."""
     cells = code_cells()
     stop = position(cells, "%cluster stop")
-    cells[stop:stop] = ["%train 600 --detach", "cluster.cell and cluster.cell.wait()\nprint(cluster.telemetry.current.step)"]
+    cells[stop:stop] = [
+        "%train 600 --detach",
+        "cluster.cell and cluster.cell.wait()\nprint(cluster.telemetry.current.step)",
+    ]
     lab.open(*cells)
     lab.cells = cells
     lab.run(*range(position(cells, "%train 400")))

@@ -200,7 +200,9 @@ def test_parameters_without_a_part_in_the_loss_are_named(ranks: Cluster, wrap: s
     assert "b.weight, b.bias took no part in the loss" in outcome.lines[1]
     assert "find_unused_parameters=True" in outcome.lines[1]
     nothing_was_lost(ranks)
-    ranks.run("ddp = DDP(Net(), find_unused_parameters=True)\nfor i in range(2): ddp(torch.ones(2, 4)).sum().backward()")
+    ranks.run(
+        "ddp = DDP(Net(), find_unused_parameters=True)\nfor i in range(2): ddp(torch.ones(2, 4)).sum().backward()"
+    )
 
 
 @pytest.mark.parametrize("wrap", ["DDP", "nbdist.parallelize"])

@@ -85,9 +85,7 @@ def test_a_second_stop_says_that_it_insists(ranks: Cluster, capfd: pytest.Captur
 
 
 def test_code_that_cannot_be_stopped_is_ended_by_force_and_replaced(ranks: Cluster) -> None:
-    source = (
-        "while rank == 1:\n    try: time.sleep(1)\n    except KeyboardInterrupt: print('no', rank)\ndist.barrier()"
-    )
+    source = "while rank == 1:\n    try: time.sleep(1)\n    except KeyboardInterrupt: print('no', rank)\ndist.barrier()"
     before = ranks.pids
     outcome = run(ranks, source, actions=[(0.5, stop), (3.5, stop), (6.5, stop)])
     assert isinstance(outcome.error, KeyboardInterrupt)

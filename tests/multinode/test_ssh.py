@@ -95,7 +95,9 @@ def keys_of(kernel: Kernel) -> list[bytes]:
 def test_a_rank_and_a_host_are_replaced_where_they_were(lan: Lan, ssh_profile: Path, login: Kernel) -> None:
     start(login, ssh_profile, "n1:1,n2:2")
     login.check("%%distributed\nmine = rank")
-    died = login.run("%%distributed\nimport os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
+    died = login.run(
+        "%%distributed\nimport os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
+    )
     assert "host n2) was killed by signal 9" in died.text, died
     login.check("%cluster repair", timeout=60)
     assert "[0-2] 6.0" in login.check(WHOLE).text
@@ -136,7 +138,9 @@ def test_every_host_that_cannot_be_used_is_named_with_its_reason(lan: Lan, ssh_p
     try:
         hosts_line = "n3,changed,unknown,locked,closed,no-such-host.invalid"
         failed = login.run(f"%cluster start --profile {ssh_profile} --hosts {hosts_line}", timeout=60)
-        python = login.run(f"%cluster start --profile {ssh_profile} --hosts n1,n2 --python /opt/none/python", timeout=60)
+        python = login.run(
+            f"%cluster start --profile {ssh_profile} --hosts n1,n2 --python /opt/none/python", timeout=60
+        )
     finally:
         config.write_text(before)
         known.write_text(hosts)
@@ -188,13 +192,13 @@ def test_a_kept_cluster_goes_on_without_its_notebook_and_is_found_again(
     wait_for_nobody(lan, 5)
 
 
-def test_different_versions_are_named_before_anything_runs(lan: Lan, ssh_profile: Path, login: Kernel, tmp_path: Path) -> None:
+def test_different_versions_are_named_before_anything_runs(
+    lan: Lan, ssh_profile: Path, login: Kernel, tmp_path: Path
+) -> None:
     # the n2 of this test says that it has another torch
     other = tmp_path / "python"
     other.write_text(
-        "#!/bin/sh\n"
-        f"[ $(hostname) = n2 ] && export PYTHONPATH={tmp_path}\n"
-        f'exec {subprocess.sys.executable} "$@"\n'  # type: ignore[attr-defined]
+        f'#!/bin/sh\n[ $(hostname) = n2 ] && export PYTHONPATH={tmp_path}\nexec {subprocess.sys.executable} "$@"\n'  # type: ignore[attr-defined]
     )
     other.chmod(0o755)
     (tmp_path / "sitecustomize.py").write_text(
@@ -202,7 +206,9 @@ def test_different_versions_are_named_before_anything_runs(lan: Lan, ssh_profile
         "m.version = lambda name: '2.9.9' if name == 'torch' else real(name)\n"
     )
     failed = login.run(f"%cluster start --profile {ssh_profile} --hosts n1,n2 --python {other}", timeout=60)
-    assert re.search(r"torch differs: .* on n1; 2\.9\.9 on n2|torch differs: 2\.9\.9 on n2; .* on n1", failed.text), failed
+    assert re.search(r"torch differs: .* on n1; 2\.9\.9 on n2|torch differs: 2\.9\.9 on n2; .* on n1", failed.text), (
+        failed
+    )
     wait_for_nobody(lan, 10)
 
 

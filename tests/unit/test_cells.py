@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nbdist.cells import CellSyntaxError, check_syntax
-from nbdist.cluster import describe_end
 from nbdist.magics import _numbered
+from nbdist.report import describe_end
 from tests.kernel import plain
 
 

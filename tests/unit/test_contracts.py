@@ -29,9 +29,9 @@ LAYERS = (
     {"client", "controller", "kept", "launchers", "page", "progress", "runs", "verdicts"},
     {"output", "processes", "telemetry"},
     {"release", "watch"},
-    {"assist", "cells", "check", "hosts", "membership", "status", "values", "world"},
+    {"cells", "check", "hosts", "membership", "status", "values", "world"},
     {"cluster"},
-    {"dashboard"},
+    {"assist", "dashboard"},
     {"magics"},
     {"", "__main__"},
 )

@@ -163,4 +163,6 @@ def test_ranks_that_all_send_and_receive_are_at_work() -> None:
 def test_a_collective_is_written_with_shape_and_dtype() -> None:
     assert describe(last()) == "all_reduce [4] float32"
     assert describe({"op": "barrier", "shape": [], "dtype": []}) == "barrier"
-    assert describe({"op": "all_gather", "shape": [[2], [3]], "dtype": ["int64", "int64"]}) == "all_gather [2], [3] int64"
+    assert (
+        describe({"op": "all_gather", "shape": [[2], [3]], "dtype": ["int64", "int64"]}) == "all_gather [2], [3] int64"
+    )

@@ -1,0 +1,115 @@
+"""A batch job, on a real Slurm of two nodes."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.kernel import Kernel
+from tests.multinode.slurm import Slurm
+
+pytestmark = [pytest.mark.multinode, pytest.mark.timeout(240)]
+
+START = "%cluster start --profile slurm --timeout 90"
+WHOLE = "%%distributed\nx = torch.full((1,), rank + 1.0)\ndist.all_reduce(x)\nx.item()"
+PENDING = "--nodes 1 --ranks-per-node 2 --extra=--begin=now+120"
+
+
+def test_a_job_of_two_nodes_is_a_world_and_its_end_is_the_jobs_end(slurm: Slurm, slurm_login: Kernel) -> None:
+    started = slurm_login.check(f"{START} --nodes 2 --ranks-per-node 2 --time 5 --partition cpu", timeout=100)
+    assert "4 engines on 2 hosts · world of 4 ranks" in started.text
+    where = slurm_login.check(
+        "%%distributed\nimport os\nprint(rank, nbdist.rank_info().host, os.environ['SLURM_NODEID'], local_rank, "
+        "os.environ['RANK'], os.environ['WORLD_SIZE'])"
+    ).text
+    for line in ("0 n1 0 0 0 4", "1 n1 0 1 1 4", "2 n2 1 0 2 4", "3 n2 1 1 3 4"):
+        assert line in where, where
+    assert "[0-3] 10.0" in slurm_login.check(WHOLE).text
+    assert len(slurm.jobs()) == 1
+    began = time.monotonic()
+    slurm_login.check("%cluster stop")
+    assert time.monotonic() - began < 5
+    slurm.wait_for_no_jobs()
+
+
+def test_a_job_that_waits_says_why_and_stop_or_timeout_cancel_it(slurm: Slurm, slurm_login: Kernel) -> None:
+    late = slurm_login.run(f"%cluster start --profile slurm {PENDING} --timeout 6", timeout=40)
+    assert re.search(r"0 of 2 engines registered in 6 s \(job \d+ PENDING \(BeginTime\), starts ", late.text), late
+    slurm.wait_for_no_jobs()
+    stopped = slurm_login.run(f"{START} {PENDING}", timeout=40, actions=[(5, slurm_login.interrupt)])
+    assert stopped.error is not None and stopped.error[0] == "KeyboardInterrupt", stopped
+    slurm.wait_for_no_jobs()
+
+
+def test_a_killed_notebook_cancels_its_job(slurm: Slurm, slurm_login: Kernel) -> None:
+    slurm_login.send(f"{START} {PENDING}")
+    deadline = time.monotonic() + 30
+    while not slurm.jobs():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(1)
+    slurm_login.kill()
+    slurm.wait_for_no_jobs()
+    slurm_login.seconds_until_gone(10)
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("--nodes 1 --partition none", r"sbatch: .*[Ii]nvalid partition"),
+        ("--nodes 2 -n 3 --ranks-per-node 2", r"-n 3, but 2 nodes × 2 ranks are 4\."),
+        ("--nodes 1 --time soon", r"sbatch: .*[Ii]nvalid (--)?time"),
+    ],
+)
+def test_what_slurm_or_arithmetic_refuses_is_an_error_in_one_line(
+    slurm: Slurm, slurm_login: Kernel, line: str, error: str
+) -> None:
+    failed = slurm_login.run(f"{START} {line}", timeout=40)
+    assert failed.error is not None and failed.error[0] == "ClusterError", failed
+    assert re.search(error, failed.error[1]), failed
+    assert not slurm.jobs()
+
+
+def test_a_cancelled_job_is_a_lost_cluster_and_says_so(slurm: Slurm, slurm_login: Kernel) -> None:
+    slurm_login.check(f"{START} --nodes 1 --ranks-per-node 2", timeout=100)
+    slurm_login.check("!scancel -u root")
+    cell = slurm_login.run("%%distributed\nwhile True: dist.barrier()", timeout=40)
+    assert "ended" in cell.text or "lost" in cell.text, cell
+    again = slurm_login.run(WHOLE)
+    assert "%cluster start begins anew" in again.text, again
+
+
+def test_the_script_is_shown_without_keys_and_nothing_is_submitted(slurm: Slurm, slurm_login: Kernel) -> None:
+    text = slurm_login.check(
+        "%cluster start --profile slurm --nodes 4 --gpus-per-node 8 --cpus-per-rank 12 --partition gpu --account lab "
+        "--time 4:00:00 --extra=--constraint=a100 --dry-run"
+    ).text
+    for line in ("nodes=4", "gpus-per-node=8", "cpus-per-task=96", "partition=gpu", "account=lab", "time=4:00:00"):
+        assert f"#SBATCH --{line}\n" in text
+    assert "#SBATCH --constraint=a100\n" in text and "secret" not in text
+    assert not slurm.jobs()
+
+
+def test_variables_of_another_job_do_not_reach_the_ranks(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A23: the notebook itself runs in an allocation of another shape
+    stale = {
+        "SLURM_NTASKS": "8",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_PROCID": "0",
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "MASTER_PORT": "1",
+    }
+    with Kernel(env={**slurm.env, **stale}, cwd=tmp_path) as kernel:
+        kernel.check("%load_ext nbdist")
+        started = kernel.check(f"{START} --nodes 2 --ranks-per-node 1", timeout=100)
+        assert "RANK, WORLD_SIZE, MASTER_PORT of the notebook's environment ignored" in started.text
+        text = kernel.check("%%distributed\nimport os\nprint(rank, os.environ['RANK'], os.environ['WORLD_SIZE'])").text
+        assert "0 0 2" in text and "1 1 2" in text
+        kernel.check("%cluster stop")
+    slurm.wait_for_no_jobs()
