@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input install --
 NAME   ?= all
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lab check test bench interop browser clean
+.PHONY: help demo lab check test multinode chaos bench interop browser clean
 
 help:   ## this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /make \1	/' | expand -t 14
@@ -24,6 +24,12 @@ check: $(VENV)/test.stamp   ## lint, formatting, types
 
 test: check browser   ## check, then every test (PYTEST_ARGS="-k folds tests/cluster" for some)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+multinode: $(VENV)/test.stamp   ## every test of several hosts, schedulers and users (root; installs what is missing by apt)
+	$(BIN)/python -m pytest --multinode --require-multinode tests/multinode $(PYTEST_ARGS)
+
+chaos: $(VENV)/test.stamp   ## two hundred random faults on one cluster (CHAOS_ARGS="--seed 7 --ranks 4")
+	$(BIN)/python -m tests.faults.chaos --faults 200 $(CHAOS_ARGS)
 
 bench: $(VENV)/test.stamp   ## measure against ipyparallel and torchrun (NAME=start|cell|stream|train|records; default all)
 	$(BIN)/python -m tests.benchmarks $(NAME)

@@ -109,7 +109,9 @@ def resize(cluster: Cluster, n: int) -> str:
     world.form()
     cluster.telemetry.world_size = n
     if n < before:
-        return f"The world shrank from {before} to {n} ranks; {named(range(n))} kept their state."
+        return (
+            f"The world shrank from {before} to {n} ranks; {named(range(n))} kept {'its' if n == 1 else 'their'} state."
+        )
     new = range(before, n)
     return f"The world grew from {before} to {n} ranks; {named(new)} {'are' if len(new) > 1 else 'is'} empty."
 
@@ -163,8 +165,8 @@ def _bring_back_hosts(cluster: Cluster, nodes: Iterable[int]) -> None:
         return
     for node in sorted(nodes):
         if not cluster.hosts.bring_back(node, RETURN_S):
-            why = cluster.hosts.failure.strip() or f"no sign of it in {RETURN_S:g} s"
-            raise ClusterError(f"A lost host is not back: {why} Go on without it: %cluster repair --shrink.")
+            why = cluster.hosts.failure.strip().splitlines()[-1:] or [f"no sign of it in {RETURN_S:g} s."]
+            raise ClusterError(f"A lost host is not back. {why[0].strip()} Go on without it: %cluster repair --shrink.")
 
 
 def _refuse_while_running(cluster: Cluster) -> None:

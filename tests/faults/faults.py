@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbdist import Cluster
+from nbdist import Cluster, DistributedError
+from nbdist.records import RankError
 from tests.kernel import plain
 
 PROMPTLY = 5.0  # seconds on an idle machine of 2 cores
@@ -39,14 +40,20 @@ class Outcome:
         return self.text.splitlines()
 
 
+def errors(outcome: Outcome) -> tuple[RankError, ...]:
+    """What each rank ended with, the root cause first."""
+    assert isinstance(outcome.error, DistributedError), outcome
+    return outcome.error.errors
+
+
 def run(cluster: Cluster, source: str, *, actions: Sequence[Action] = (), **options: Any) -> Outcome:
     """Run a cell, do things ``(seconds, callable)`` to it meanwhile, and tell how it ended."""
     timers = [threading.Timer(after, action) for after, action in actions]
     error: BaseException | None = None
     began = time.monotonic()
-    for timer in timers:
-        timer.start()
     try:
+        for timer in timers:
+            timer.start()
         cluster.run(source, **options)
     except (Exception, KeyboardInterrupt) as raised:
         error = raised

@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from nbdist import Cluster, DistributedError
-from nbdist.records import RankError
-from tests.faults.faults import fails, group_is_whole, nothing_was_lost, run, stop
+from nbdist import Cluster
+from tests.faults.faults import Outcome, errors, fails, group_is_whole, nothing_was_lost, run, stop
 
 UNUSED = """
 class Net(nn.Module):
@@ -19,10 +18,12 @@ class Net(nn.Module):
 """
 
 
-def errors(outcome: object) -> tuple[RankError, ...]:
-    error = outcome.error  # type: ignore[attr-defined]
-    assert isinstance(error, DistributedError), outcome
-    return error.errors
+def told_by_all(outcome: Outcome, lines: int) -> str:
+    """The text of an error that all ranks make, shown once; a rank that lagged behind may have been brought out."""
+    own = {(error.ename, error.evalue) for error in errors(outcome) if error.released is None}
+    assert len(own) == 1, outcome.text
+    assert len(outcome.lines) <= lines + 1
+    return outcome.text
 
 
 def test_a_rank_in_backward_is_released_when_another_raises(ranks: Cluster) -> None:
@@ -59,7 +60,7 @@ def test_the_root_cause_comes_first_and_its_consequences_are_one_line(four_ranks
         "    ddp(torch.ones(2, 4)).sum().backward()",
     )
     assert outcome.lines[0] == "rank 2 failed"
-    assert outcome.error.rank == 2  # type: ignore[union-attr]
+    assert outcome.error.rank == 2
     assert re.search(r"Cell In\[\d+\], line 2", outcome.text)
     assert outcome.text.count("Traceback") == 1
     assert re.fullmatch(r"ranks 0-1, 3: released from backward at Cell In\[\d+\], line 3", outcome.lines[-1])
@@ -104,9 +105,7 @@ def test_a_rank_in_a_sharded_model_is_released(ranks: Cluster) -> None:
     assert outcome.lines[0] == "rank 1 failed"
     nothing_was_lost(ranks)
     stale = fails(ranks, "model(torch.ones(2, 4)).sum().backward()", within=15)
-    assert stale.lines[0] == "ranks 0-1 failed"
-    assert "belongs to generation" in stale.lines[1]
-    assert len(stale.lines) == 2
+    assert "belongs to generation" in told_by_all(stale, 2)
     nothing_was_lost(ranks)
 
 
@@ -126,8 +125,7 @@ def test_a_rank_that_waits_for_a_loader_is_interrupted(ranks: Cluster) -> None:
 
 def test_equal_errors_of_all_ranks_are_shown_once(four_ranks: Cluster) -> None:
     outcome = fails(four_ranks, "dist.barrier()\n1 / 0")
-    assert outcome.lines[0] == "ranks 0-3 failed"
-    assert outcome.text.count("ZeroDivisionError: division by zero") == 1
+    assert told_by_all(outcome, 8).count("ZeroDivisionError: division by zero") == 1
     nothing_was_lost(four_ranks)
 
 
@@ -150,15 +148,13 @@ def test_a_stale_model_says_at_once_how_to_wrap_it_and_five_rounds_leave_nothing
         assert outcome.lines[0] == "rank 1 failed"
         group_is_whole(ranks)
         stale = fails(ranks, "ddp(torch.ones(2, 4)).sum().backward()", within=2)
-        assert stale.lines[0] == "ranks 0-1 failed"
-        assert len(stale.lines) == 2
         assert re.search(
-            r"WorldError: .*DDP model.* belongs to generation \d+ .* are in generation \d+ now\. .*parallelize\(model\)",
-            stale.lines[1],
+            r"WorldError: .*DDP model.* belongs to generation \d+ .* are in generation \d+ now\. .*parallelize\(",
+            told_by_all(stale, 2),
         )
         ranks.run("ddp = DDP(net); ddp(torch.ones(2, 4)).sum().backward()")
-        counts.append(list(ranks.evaluate(count)))
-    assert all(abs(a - b) <= 3 for a, b in zip(sum(counts[0], []), sum(counts[-1], []), strict=True)), counts
+        counts.append(ranks.evaluate(count)[0])
+    assert all(abs(last - first) <= 3 for first, last in zip(counts[0], counts[-1], strict=True)), counts
     nothing_was_lost(ranks)
 
 
@@ -166,8 +162,7 @@ def test_a_stale_model_is_told_also_after_collectives_of_the_new_group(ranks: Cl
     ranks.run("ddp = DDP(nn.Linear(4, 1))")
     ranks.world.form()
     outcome = fails(ranks, "dist.all_reduce(torch.ones(1))\nddp(torch.ones(2, 4)).sum().backward()", within=2)
-    assert outcome.lines[0] == "ranks 0-1 failed"
-    assert "belongs to generation" in outcome.text
+    assert "belongs to generation" in told_by_all(outcome, 2)
     nothing_was_lost(ranks)
 
 
@@ -175,9 +170,7 @@ def test_a_group_of_an_earlier_generation_is_told_too(ranks: Cluster) -> None:
     ranks.run("g = dist.new_group([0, 1]); dist.all_reduce(torch.ones(1), group=g)")
     ranks.world.form()
     outcome = fails(ranks, "dist.all_reduce(torch.ones(1), group=g)", within=3)
-    assert outcome.lines[0] == "ranks 0-1 failed"
-    assert "belongs to" in outcome.text
-    assert "generation" in outcome.text
+    assert re.search(r"belongs to .*generation", told_by_all(outcome, 2))
     nothing_was_lost(ranks)
 
 
@@ -195,10 +188,9 @@ def test_a_model_that_nbdist_wrapped_goes_on_by_itself(ranks: Cluster) -> None:
 @pytest.mark.parametrize("wrap", ["DDP", "nbdist.parallelize"])
 def test_parameters_without_a_part_in_the_loss_are_named(ranks: Cluster, wrap: str) -> None:
     outcome = fails(ranks, UNUSED + f"ddp = {wrap}(Net())\nfor i in range(2): ddp(torch.ones(2, 4)).sum().backward()")
-    assert outcome.lines[0] == "ranks 0-1 failed"
-    assert len(outcome.lines) == 2
-    assert "b.weight, b.bias took no part in the loss" in outcome.lines[1]
-    assert "find_unused_parameters=True" in outcome.lines[1]
+    assert re.search(
+        r"b\.weight, b\.bias took no part in the loss\. .*find_unused_parameters=True", told_by_all(outcome, 2)
+    )
     nothing_was_lost(ranks)
     ranks.run(
         "ddp = DDP(Net(), find_unused_parameters=True)\nfor i in range(2): ddp(torch.ones(2, 4)).sum().backward()"
@@ -217,8 +209,7 @@ def test_parameters_without_a_part_in_the_loss_are_named(ranks: Cluster, wrap: s
 )
 def test_models_that_differ_between_ranks_are_one_message(ranks: Cluster, wrap: str, model: str, told: str) -> None:
     outcome = fails(ranks, f"{wrap}({model});")
-    assert outcome.lines[0] == "ranks 0-1 failed"
-    assert "The model is not the same on all ranks" in outcome.text
+    assert "The model is not the same on all ranks" in told_by_all(outcome, 12)
     assert told in outcome.text
     assert "rank 1" in outcome.text
     assert outcome.text.count("Traceback") == 1
@@ -227,8 +218,7 @@ def test_models_that_differ_between_ranks_are_one_message(ranks: Cluster, wrap: 
 
 def test_a_second_group_of_ones_own_is_refused_by_its_reason(ranks: Cluster) -> None:
     outcome = fails(ranks, "dist.init_process_group('gloo')")
-    assert outcome.lines[0] == "ranks 0-1 failed"
-    assert "nbdist has formed the process group already" in outcome.lines[1]
+    assert "nbdist has formed the process group already" in told_by_all(outcome, 2)
     nothing_was_lost(ranks)
 
 

@@ -66,7 +66,7 @@ def test_a_collective_state_dict_on_one_rank_is_told(ranks: Cluster) -> None:
     ranks.run(
         "from torch.distributed.fsdp import fully_shard\n"
         "from torch.distributed.checkpoint.state_dict import get_model_state_dict, StateDictOptions\n"
-        "net = nn.Sequential(nn.Linear(4, 4)); model = fully_shard(net); options = StateDictOptions(full_state_dict=True)\n"
+        "model = fully_shard(nn.Sequential(nn.Linear(4, 4))); options = StateDictOptions(full_state_dict=True)\n"
         "get_model_state_dict(model, options=options);"
     )
     outcome = fails(ranks, "if rank == 0: get_model_state_dict(model, options=options)")
