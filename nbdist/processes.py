@@ -176,20 +176,27 @@ class Launched:
     def abandon(self) -> None:
         cluster = self._cluster
         if cluster.engines:
-            cluster.engine_set.close_input()
+            asyncio.run_coroutine_threadsafe(cluster.engine_set.abandon(), self._loop)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(cluster.controller.pid, signal.SIGKILL)  # its schedulers outlive it otherwise
 
     def stop(self) -> None:
-        if self._cluster is not None and not self._loop.is_closed():
-            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(STOP_ALL_S)
         if not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(STOP_ALL_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
         shutil.rmtree(self.run_dir, ignore_errors=True)
 
     async def _stop(self) -> None:
+        # a start that was interrupted may be about to make the next process: first it has to have ended
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others)
+        if self._cluster is None:
+            return
         if not self.one_host:
             await self._cluster.stop_engines()  # agents on other hosts say through the controller that they have ended
         await self._cluster.stop_cluster()

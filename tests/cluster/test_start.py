@@ -219,8 +219,9 @@ def test_start_and_stop_leave_nothing_behind(tmp_path: Path) -> None:
             files, threads = value(kernel, "(len(os.listdir('/proc/self/fd')), threading.active_count())")
             return files, threads
 
+        cycle()  # the first one makes what ZeroMQ keeps for the life of the process
         before = held()
-        for _ in range(3):
+        for _ in range(2):
             cycle()
         after = held()
         assert after[0] - before[0] < 5
