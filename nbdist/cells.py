@@ -28,6 +28,7 @@ __all__ = ["Cell", "CellSyntaxError", "adopt", "check_syntax", "run", "train"]
 
 TICK_S = 0.05
 WATCH_AFTER_S = 1.0
+SHOW_FIRST_S = 1.0  # after which an error is told although the cell has not ended
 REMEMBERED = 512  # requests whose late output is still shown under their cell
 TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure|Watchdog caught collective operation timeout")
 OUTPUT_GRACE_S = 2.0  # between a rank's reply and the last of its output, which takes another way
@@ -195,8 +196,19 @@ class Cell:
         if self._watch is None and now - self.began > WATCH_AFTER_S:
             self._watch = Watch(self)  # not at once: a thread costs a short cell a fifth of its time
             self._watch.start()
+        self._show_first(now)
         if self.timeout is not None and now - self.began > self.timeout and self.release is None:
             self._bring_out(f"timeout of {self.timeout:g} s", gentle=False)
+
+    def _show_first(self, now: float) -> None:
+        """Say what went wrong while ranks are still to be brought out: some take their time."""
+        if self._shown_first or not self.errors:
+            return
+        rank = min(self.errors, key=lambda rank: (self.errors[rank].released is not None, self._replied_at[rank]))
+        if now - self._replied_at[rank] > SHOW_FIRST_S:
+            self._shown_first = True
+            waiting = named(self.remaining.values())
+            self.page.write(f"rank {rank}: {one_line(self.errors[rank])}; bringing {waiting} back\n", "stderr")
 
     def _take(self, wait: float) -> None:
         """Handle what has come; wait for the first of it."""

@@ -289,6 +289,7 @@ class Cluster:
             cluster.detach()
             raise
         _active = cluster
+        atexit.register(cluster._at_exit)
         return cluster
 
     def detach(self) -> None:
@@ -300,6 +301,8 @@ class Cluster:
         atexit.unregister(self._at_exit)
         if self._telemetry is not None:
             self._telemetry.close()
+        if self._processes is not None and self._processes.theirs and self.run_dir is not None:
+            shutil.rmtree(self.run_dir, ignore_errors=True)  # of this visit alone
         client, self._client = self._client, None
         if client is not None:
             client.close(linger=0)

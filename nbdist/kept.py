@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import socket
 import threading
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from nbdist.profiles import state_home
 __all__ = ["AgentLine", "find", "forget", "write_down"]
 
 ELSEWHERE_S = 3.0
+ENDED = "has ended. %cluster start begins anew."
 
 
 def write_down(name: str, entry: dict[str, Any]) -> None:
@@ -45,14 +48,19 @@ def find(name: str = "") -> tuple[str, dict[str, Any]]:
     """
     running = {}
     for path in sorted((state_home() / "kept").glob("*.json")):
-        entry = json.loads(path.read_text())
-        if _is_ours(entry):
+        try:
+            entry = json.loads(path.read_text())
+            trouble = _trouble(entry)
+        except (OSError, ValueError, KeyError) as error:
+            entry, trouble = {}, f"cannot be told from its note {path}: {type(error).__name__}: {error}"
+        if not trouble:
             running[path.stem] = entry
-        elif path.stem == name:
-            forget(name)
-            raise ClusterError(f"The kept cluster {name!r} has ended. %cluster start begins anew.")
-        else:
+            continue
+        if trouble == ENDED:
             forget(path.stem)
+            _clear_away(entry)
+        if path.stem == name:
+            raise ClusterError(f"The kept cluster {name!r} {trouble}")
     if name in running:
         return name, running[name]
     known = f"Kept: {', '.join(running)}." if running else "No kept cluster runs. Start one with %cluster start --keep."
@@ -63,16 +71,33 @@ def find(name: str = "") -> tuple[str, dict[str, Any]]:
     return next(iter(running.items()))
 
 
-def _is_ours(entry: dict[str, Any]) -> bool:
-    """Whether the entry's controller lives, is this user's, and is the process that was written down."""
+def _trouble(entry: dict[str, Any]) -> str:
+    """Say why a cluster cannot be used: its controller does not live, or is another process or another user's."""
     if entry.get("hostname", socket.gethostname()) != socket.gethostname():  # a job's, on another host of its
-        return not reachable(entry["exchange"]["host"], entry["exchange"]["port"], ELSEWHERE_S)
+        return reachable(entry["exchange"]["host"], entry["exchange"]["port"], ELSEWHERE_S) and ENDED
     try:
         process = psutil.Process(entry["controller"])
-        mine = process.uids().real == os.getuid() and os.stat(entry["run_dir"]).st_uid == os.getuid()
-        return mine and abs(process.create_time() - entry["controller_born"]) < 1.0
-    except (psutil.Error, OSError):
-        return False
+        if process.status() == psutil.STATUS_ZOMBIE or abs(process.create_time() - entry["controller_born"]) > 1.0:
+            return ENDED
+        owners = {process.uids().real, os.stat(entry["run_dir"]).st_uid}
+    except (psutil.NoSuchProcess, FileNotFoundError):
+        return ENDED
+    return "" if owners == {os.getuid()} else "belongs to somebody else."
+
+
+def _clear_away(entry: dict[str, Any]) -> None:
+    """End what a lost controller has left of a cluster on this host, and remove its folder."""
+    run_dir = Path(entry.get("run_dir", ""))
+    if entry.get("job") or not run_dir.is_dir() or run_dir.stat().st_uid != os.getuid():
+        return
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile, or is another user's
+            if process.environ().get("NBDIST_RUN_DIR") == str(run_dir):
+                process.kill()
+                left.append(process)
+    psutil.wait_procs(left, timeout=ELSEWHERE_S)
+    shutil.rmtree(run_dir, ignore_errors=True)
 
 
 class AgentLine:

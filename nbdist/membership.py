@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist import values
 from nbdist.errors import ClusterError
 from nbdist.ranks import named
+from nbdist.records import RankInfo, from_wire
 
 if TYPE_CHECKING:
     from nbdist.cluster import Cluster
@@ -121,7 +124,6 @@ def adopt(cluster: Cluster, entry: dict[str, Any], deadline: float) -> None:
     from nbdist import cells
     from nbdist.page import Page
     from nbdist.processes import Found
-    from nbdist.records import RankInfo, from_wire
 
     # a job's own folder may be on another host, and is not ours to remove
     cluster.run_dir = Path(tempfile.mkdtemp(prefix="nbdist-")) if entry.get("job") else Path(entry["run_dir"])
@@ -145,6 +147,7 @@ def adopt(cluster: Cluster, entry: dict[str, Any], deadline: float) -> None:
     if silent or not infos:
         raise ClusterError(f"Engines {silent or 'none'} of the kept cluster do not answer. Try again, or start anew.")
     cluster._engine_pids = {engine: info.pid for engine, info in infos.items()}
+    infos |= _died_unseen(cluster, infos) if processes.one_host else {}
     world = cluster._world = cluster._new_world()
     world.engines = tuple(sorted(infos, key=lambda engine: infos[engine].rank))
     world.ranks = tuple(infos[engine] for engine in world.engines)
@@ -156,6 +159,16 @@ def adopt(cluster: Cluster, entry: dict[str, Any], deadline: float) -> None:
     busy = {infos[engine].rank: reply["label"] for engine, reply in replies.items() if reply and reply["label"]}
     if busy:
         cells.adopt(cluster, busy)
+
+
+def _died_unseen(cluster: Cluster, infos: dict[int, RankInfo]) -> dict[int, RankInfo]:
+    """Give a place to the ranks that died while no notebook was attached, so that they can be told of and replaced."""
+    living = next(iter(infos.values()))
+    lost = sorted(set(range(living.world_size)) - {info.rank for info in infos.values()})
+    free = (engine for engine in itertools.count() if engine not in infos)
+    stand_ins = {next(free): replace(living, rank=rank, local_rank=rank, pid=0) for rank in lost}
+    cluster.deaths.update({engine: {"why": "died while no notebook was attached"} for engine in stand_ins})
+    return stand_ins
 
 
 def _bring_back_hosts(cluster: Cluster, nodes: Iterable[int]) -> None:

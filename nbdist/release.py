@@ -27,6 +27,7 @@ POLL_S = 0.02
 QUIET_S = 0.06
 QUIET_TOGETHER_S = 2.0  # when all ranks are in the same collective, which may just be large or slow
 DEAF_S = 0.5  # in torch.distributed after the signal: it waits there for other ranks
+FELLOWS_S = 0.15  # for other ranks to fail by themselves: what all do wrong, they do a moment apart
 BOUNDARY_S = 5.0  # for a training loop to come to the step that the ranks have agreed on
 STUBBORN_S = 2.0  # after which what a rank is in may be a wait all the same, and the notebook says who does not come
 
@@ -89,6 +90,8 @@ class Release:
     def _run(self) -> None:
         try:
             client = self.cell.cluster.client
+            if self.reason.endswith("failed"):
+                self._wait(FELLOWS_S)
             self._states = client.ask(self.cell.remaining, "status", timeout=0.3) if not self.gentle else {}
             if self.gentle and self._stop_at_boundary():
                 return
@@ -96,6 +99,12 @@ class Release:
         finally:
             self.active = False
             self.cell.wake()
+
+    def _wait(self, seconds: float) -> None:
+        """Wait for the ranks to come by themselves, unless somebody insists."""
+        deadline = time.monotonic() + seconds
+        while self.cell.remaining and time.monotonic() < deadline and not self._insist.is_set():
+            time.sleep(POLL_S)
 
     def _tell(self, line: str) -> None:
         self.cell.page.write(line + "\n", "stderr")
@@ -115,9 +124,7 @@ class Release:
             return False
         step = max(reply["step"] for reply in holding.values())
         self._ask("stop_at", step=step)
-        deadline = time.monotonic() + BOUNDARY_S
-        while self.cell.remaining and time.monotonic() < deadline and not self._insist.is_set():
-            time.sleep(POLL_S)
+        self._wait(BOUNDARY_S)
         if not self.cell.remaining:
             self.cell.stopped_at = step
             return True

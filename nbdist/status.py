@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["RankStatus", "Status", "ask", "chips"]
 
 ANSWER_S = 0.8
+
+# engine id -> when it last said what it did, and what
+_last_known: weakref.WeakKeyDictionary[Cluster, dict[int, tuple[float, str]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +61,10 @@ def ask(cluster: Cluster) -> Status:
         if engine in cluster.deaths:
             state = f"dead: {describe_end(cluster.deaths[engine])}"
         elif reply is None:
-            state = f"no answer in {ANSWER_S:g} s: in a long native call, or stopped"
+            state = f"no answer in {ANSWER_S:g} s: in a long native call, or stopped{_said_last(cluster, engine)}"
         else:
             state = describe(reply)
+            _last_known.setdefault(cluster, {})[engine] = time.monotonic(), state
         memory = reply["memory"] if reply else None
         rows.append(
             RankStatus(
@@ -84,6 +90,15 @@ def describe(reply: dict[str, Any]) -> str:
     inside = f", in {called}" if called and called != "<module>" else ""
     collective = ", waiting in a collective" if waiting and not inside else ""
     return f"running {place}{inside}{collective} for {reply['seconds']:.0f} s"
+
+
+def _said_last(cluster: Cluster, engine: int) -> str:
+    """Say what a rank did when it last answered, or which cell it was given since."""
+    at, state = _last_known.get(cluster, {}).get(engine, (0.0, ""))
+    cell = cluster.cell
+    if cell is not None and engine in cell.remaining and cell.began > at:
+        return f"; given In[{cell.label}] {time.monotonic() - cell.began:.0f} s ago"
+    return f"; {state} {time.monotonic() - at:.0f} s ago" if state else ""
 
 
 def chips(cluster: Cluster) -> Sequence[tuple[int, str, str]]:

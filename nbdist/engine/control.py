@@ -111,6 +111,7 @@ def interrupt(times: int) -> dict[str, Any]:
         cell.place = runner.where(_main_frame())
         cell.was_waiting = any(enqueued != completed for enqueued, completed in process_group.progress().values())
     cell.interrupts += 1
+    runner.hurry_loaders()
     signal.pthread_kill(_MAIN.ident, signal.SIGINT)
     return {"running": True}
 

@@ -7,8 +7,10 @@ keys do not go through the job's own rendezvous: anybody on the network can read
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -55,21 +57,23 @@ def join(name: str, address: str) -> int:
     first = {"prepare": 1, "folder": os.getcwd(), "environment": {}}
     os.environ["LOCAL_RANK"] = str(local_rank)
     me = link.Link(first, lifeline=False)
-    started = time.time()
     controller = None
     if rank == 0:
-        controller = start_controller(me.run_dir, address or own_address(), entry, name, size)
-    order = await_entry(entry, started)
+        folder = make_folder()
+        controller = start_controller(folder, address or own_address(), entry, name, size)
+    order = await_entry(entry)
     if not order:
         print(f"The controller of rank 0 was not found in {entry} within {WAIT_S:g} s.", file=sys.stderr)
         me.end()
         return 1
+    if controller is not None:
+        me.at_end = functools.partial(dismiss_controller, controller, entry, name)
     try:
         label = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         return link.serve(me, {**order, "node": rank, "label": label, "starts": {"id": rank, "local_rank": local_rank}})
     finally:
         if controller is not None:
-            stop_controller(controller, entry, name)
+            await_controller(controller, folder)
 
 
 def job_name() -> str:
@@ -93,11 +97,16 @@ def own_address() -> str:
         return "127.0.0.1"
 
 
-def start_controller(run_dir: Path, address: str, entry: Path, name: str, size: int) -> subprocess.Popen[bytes]:
-    """Start the controller on this host; write down for the others, and for a notebook, how to reach it."""
+def make_folder() -> Path:
+    """Make the private folder of a controller."""
     folder = Path(tempfile.mkdtemp(prefix="nbdist-"))
     for part in ("log", "security"):
         (folder / part).mkdir(mode=0o700)
+    return folder
+
+
+def start_controller(folder: Path, address: str, entry: Path, name: str, size: int) -> subprocess.Popen[bytes]:
+    """Start the controller on this host; write down for the others, and for a notebook, how to reach it."""
     source = profiles.locate("ssh")
     (folder / "ipcontroller_config.py").write_text((source / "ipcontroller_config.py").read_text())
     environment = {"NBDIST_RUN_DIR": str(folder), "NBDIST_EXCHANGE": address, "IPYTHONDIR": str(folder / "ipython")}
@@ -134,20 +143,25 @@ def start_controller(run_dir: Path, address: str, entry: Path, name: str, size: 
     return controller
 
 
-def stop_controller(controller: subprocess.Popen[bytes], entry: Path, name: str) -> None:
-    """End the controller with the job, and forget the cluster."""
+def dismiss_controller(controller: subprocess.Popen[bytes], entry: Path, name: str) -> None:
+    """Forget the cluster, and let its controller end with the job."""
     entry.unlink(missing_ok=True)
     (profiles.state_home() / "kept" / f"{name}.json").unlink(missing_ok=True)
     assert controller.stdin is not None
     controller.stdin.close()
+
+
+def await_controller(controller: subprocess.Popen[bytes], folder: Path) -> None:
+    """Wait for the controller's end, or bring it about; remove its folder."""
     try:
         controller.wait(5)
     except subprocess.TimeoutExpired:
         os.killpg(controller.pid, signal.SIGKILL)
         controller.wait()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def await_entry(entry: Path, started: float) -> dict[str, Any]:
+def await_entry(entry: Path) -> dict[str, Any]:
     """Wait until rank 0 has written down the cluster's address and somebody answers there; empty when that never comes.
 
     What an earlier job of the same name has left may still lie there: its controller does not answer.

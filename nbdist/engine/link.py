@@ -26,6 +26,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
@@ -39,7 +40,7 @@ __all__ = ["Link", "run"]
 
 PING_S = 1.0
 ORPHANED_AFTER_S = 60.0  # a notebook's host that only sleeps must not cost the ranks' state
-CONNECT_S = 20.0
+CONNECT_S = 10.0
 END_S = 3.0
 
 
@@ -65,6 +66,7 @@ class Link:
         )
         self._tell_agent({"prepare": int(first["prepare"])})
         self._socket: zmq.Socket[Any] | None = None
+        self.at_end: Callable[[], object] = lambda: None  # what has to be done first: a scheduler gives little time
         self._exchange: dict[str, Any] = {}
         self._rest = b""
         self._why = ""
@@ -138,6 +140,7 @@ class Link:
 
     def end(self) -> None:
         """End the agent with all its ranks; remove this cluster's folder on this host."""
+        self.at_end()
         if self.agent.poll() is None:
             self._tell_agent({"op": "stop"})
             with contextlib.suppress(OSError):

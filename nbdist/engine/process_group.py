@@ -31,6 +31,16 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
     set_debug_level,
 )
 
+# by name, once: a cell may put something else in the place of `dist.all_reduce`
+from torch.distributed.distributed_c10d import (
+    all_reduce,
+    destroy_process_group,
+    get_backend,
+    get_process_group_ranks,
+    init_process_group,
+    is_initialized,
+)
+
 from nbdist.engine import network
 from nbdist.engine.store import ExchangeStore, is_of_exchange, open_store
 from nbdist.errors import WorldError
@@ -67,7 +77,6 @@ DTYPES = {
 
 Counters = Mapping[int, tuple[int, int]]  # torch's number of a group -> (last collective enqueued, last completed)
 
-_all_reduce = dist.all_reduce  # a cell may put something else in its place
 _generation = 0
 _info: RankInfo | None = None
 _names: dict[int, str] = {}  # torch's number of a group in this process -> its name, which all ranks share
@@ -135,7 +144,7 @@ def join(
     meeting = open_store(store, world_size, timedelta(seconds=timeout))
     prefixed = PrefixStore(f"gen{generation}", meeting)
     _stores[:] = [meeting, prefixed]
-    dist.init_process_group(
+    init_process_group(
         backend,
         store=prefixed,
         rank=rank,
@@ -144,7 +153,7 @@ def join(
     )
     known = set(counters())
     probe = torch.full((1,), rank + 1.0, device=where)
-    _all_reduce(probe)
+    all_reduce(probe)
     expected = world_size * (world_size + 1) / 2
     if probe.item() != expected:
         raise WorldError(f"all_reduce over {world_size} ranks gave {probe.item()} instead of {expected}")
@@ -201,20 +210,20 @@ def device(local_rank: int, backend: str = "") -> torch.device:
 
 def leave() -> None:
     """Leave the current group, if there is one. Whoever still holds it (a DDP object) gets an error at once."""
-    if not dist.is_initialized():
+    if not is_initialized():
         return
     cut()
     _left.update(dict.fromkeys(_names, _generation))
     _names.clear()
     try:
-        dist.destroy_process_group()
+        destroy_process_group()
     except RuntimeError as error:
         log.warning("destroying the process group of generation %d: %s", _generation, error)
 
 
 def cut() -> int:
     """Shut down the sockets of all groups of this generation; give how many there were. Callable from any thread."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
+    if is_initialized() and get_backend() == "nccl":
         c10d._abort_process_group()
         return 1
     with _sockets_lock:
@@ -238,7 +247,7 @@ def progress() -> dict[str, tuple[int, int]]:
     Groups go by their name: torch's own number of a group counts what one process has made, and differs between a rank
     that was replaced and its peers.
     """
-    if not dist.is_initialized():
+    if not is_initialized():
         return {}
     return {_names[number]: moved for number, moved in counters().items() if number in _names}
 
@@ -270,11 +279,11 @@ def collectives(since_ns: int) -> dict[str, dict[str, Any]]:
     dict
         Group name to ``op``, ``shape``, ``dtype``, ``seq`` (number in its group), ``count`` and ``ranks``.
     """
-    if not dist.is_initialized():
+    if not is_initialized():
         return {}
     entries = pickle.loads(c10d_dump(includeCollectives=True, includeStackTraces=False)).get("entries", [])
     members: dict[str, list[int]] = {
-        name: dist.get_process_group_ranks(group) for group, name in c10d._world.pg_names.items()
+        name: get_process_group_ranks(group) for group, name in c10d._world.pg_names.items()
     }
     last: dict[str, dict[str, Any]] = {}
     counts: dict[tuple[str, str], int] = {}

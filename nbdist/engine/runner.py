@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import os
 import signal
 import sys
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import ipykernel.compiler
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import is_initialized
+from torch.utils.data import _utils as loaders
 
 from nbdist.engine import gate, loops, meeting, meters, process_group
 from nbdist.engine.explain import explain, from_transport
@@ -36,13 +38,14 @@ class Running:
     place: tuple[str, str] = ("", "")  # where the main thread was when it was first interrupted: cell line, function
     was_waiting: bool = False  # in a collective, then
     showing: bool = False
-    awaiting: bool = False
+    coroutine: Any = None  # a top-level await that it is in
     error: RankError | None = None
-    early: bool = False  # a SIGINT came between lines of IPython's own: it is still to be delivered
+    early: bool = False  # a SIGINT came within IPython or within an import: it is still to be delivered
 
 
 CELL: Running | None = None
 LAST_BEGAN_NS = 0
+LOADER_PATIENCE_S = loaders.MP_STATUS_CHECK_INTERVAL  # how long torch waits for each worker before it ends it
 
 
 def run(source: str, label: int, run_name: str) -> dict[str, Any]:
@@ -60,6 +63,7 @@ def run(source: str, label: int, run_name: str) -> dict[str, Any]:
         label=f"In[{label}]", began=time.monotonic(), began_ns=time.time_ns(), counters=process_group.counters()
     )
     LAST_BEGAN_NS = cell.began_ns
+    signal.signal(signal.SIGINT, _on_sigint)  # a cell before may have put its own handler there
     shell.execution_count = label
     meters.begin_cell(run_name)
     try:
@@ -82,11 +86,12 @@ def run(source: str, label: int, run_name: str) -> dict[str, Any]:
         meters.end_cell("done" if error is None else "stopped" if error.released is not None else "failed")
         meters.flush()
         meeting.cell_ended()
+        loaders.MP_STATUS_CHECK_INTERVAL = LOADER_PATIENCE_S
     return {
         "error": to_wire(error) if error is not None else None,
         "seconds": time.monotonic() - cell.began,
         "progress": process_group.progress(),
-        "in_group": dist.is_initialized(),
+        "in_group": is_initialized(),
     }
 
 
@@ -94,6 +99,8 @@ def install() -> None:
     """Take over SIGINT, error display, ``input`` and ``breakpoint`` in this engine."""
     shell = _shell()
     signal.signal(signal.SIGINT, _on_sigint)
+    # the engine's own handler would make a child of a cell deaf to multiprocessing's terminate()
+    os.register_at_fork(after_in_child=functools.partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
     # ipykernel swaps the handler around each message: a late SIGINT would then end the request without a reply
     shell.kernel.pre_handler_hook = lambda: None
     shell.kernel.post_handler_hook = lambda: None
@@ -116,6 +123,8 @@ def install() -> None:
             plain_traceback(*args, **kwargs)
             return
         cell.showing = True
+        if not isinstance(error, gate.StepStop):
+            hurry_loaders()
         explained = None if cell.cut else explain(error, cell.counters)
         if isinstance(error, SystemExit):
             cell.error = _explained(error, "SystemExit", f"{error.code}: the cell ended, the rank did not")
@@ -146,6 +155,11 @@ def install() -> None:
     _refuse_input(shell)
 
 
+def hurry_loaders() -> None:
+    """Let the cell end without waiting for the items that workers of a loader are in the middle of."""
+    loaders.MP_STATUS_CHECK_INTERVAL = 0.2
+
+
 def where(frame: types.FrameType | None) -> tuple[str, str]:
     """Say where a stack is: (the innermost line of a cell, what that line called and is in now)."""
     inner = called = _called(frame) if frame is not None else ""
@@ -156,7 +170,20 @@ def where(frame: types.FrameType | None) -> tuple[str, str]:
             return f"Cell {name}, line {frame.f_lineno}", called if called != "<module>" else ""
         called = _called(frame) or called
         frame = frame.f_back
-    return "", inner
+    awaited = _awaited()
+    return awaited, "" if awaited else inner
+
+
+def _awaited() -> str:
+    """Give the innermost line of a cell that a top-level await has come to: it is on no stack while it waits."""
+    coroutine, line = CELL.coroutine if CELL is not None else None, ""
+    while coroutine is not None:
+        frame = getattr(coroutine, "cr_frame", None)
+        name = cell_name(frame.f_code.co_filename) if frame is not None else ""
+        if frame is not None and name:
+            line = f"Cell {name}, line {frame.f_lineno}"
+        coroutine = getattr(coroutine, "cr_await", None)
+    return line
 
 
 def place(traceback: types.TracebackType | None) -> tuple[str, str]:
@@ -202,9 +229,19 @@ def _on_sigint(signum: int, frame: types.FrameType | None) -> None:
     cell = CELL
     if cell is None or cell.showing:
         return
-    if cell.awaiting or _in_user_code(frame):
+    # an import that is cut short leaves modules half made, and torch imports its compiler with the first DDP model
+    importing = cell.interrupts <= 1 and _is_importing(frame)
+    if not importing and (cell.coroutine is not None or _in_user_code(frame)):
         raise KeyboardInterrupt
     cell.early = True
+
+
+def _is_importing(frame: types.FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _in_user_code(frame: types.FrameType | None) -> bool:
@@ -220,12 +257,12 @@ def _in_user_code(frame: types.FrameType | None) -> bool:
 def _run_awaiting(coroutine: Any) -> Any:
     cell = CELL
     if cell is not None:
-        cell.awaiting = True
+        cell.coroutine = coroutine
     try:
         return loops.run_nested(coroutine)
     finally:
         if cell is not None:
-            cell.awaiting = False
+            cell.coroutine = None
 
 
 def _is_collateral(cell: Running, error: BaseException) -> bool:
@@ -322,6 +359,7 @@ def _refuse_input(shell: Any) -> None:
     pdb.set_trace = no_debugger
     # ipykernel's exit would end the engine, and the rank's state with it
     shell.user_ns["exit"] = shell.user_ns["quit"] = leave
+    shell.ask_exit = leave
 
 
 def _rank() -> int:

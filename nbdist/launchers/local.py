@@ -116,6 +116,10 @@ class AgentLauncher(_Piped, EngineLauncher):  # type: ignore[misc]  # ipyparalle
         self.close_input()
         await super().stop()
 
+    async def abandon(self) -> None:
+        """End the agent; returns at once."""
+        self.close_input()
+
     def place(self, taken: Iterable[tuple[int, int]]) -> tuple[int, int]:
         """Give node and local rank for one more rank."""
         used = {local_rank for _, local_rank in taken}

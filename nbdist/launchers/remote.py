@@ -238,6 +238,12 @@ class RemoteAgents(EngineLauncher):  # type: ignore[misc]  # ipyparallel is not 
         for node in list(self._hellos):
             self.tell(op="stop", node=node)
 
+    async def abandon(self) -> None:
+        """End what can be ended without the controller, which is gone or goes now."""
+        self.close_input()
+        self._hellos.clear()  # nobody is left to say that he has ended
+        await self.finish()
+
     def place(self, taken: Iterable[tuple[int, int]]) -> tuple[int, int]:
         """Give node and local rank for one more rank.
 

@@ -94,7 +94,9 @@ class SSHAgents(RemoteAgents):
             self._tell_link(node, self.second_line(node=node, label=self._labels[node]))
 
     def revive(self, node: int) -> None:
-        old = self._links.get(node)
+        old = self._links.pop(node, None)  # first, so that its end is nobody's failure
+        self._failures.pop(self._labels[node], None)
+        self._failed_at = 0.0
         if old is not None and old.poll() is None:
             old.kill()
             old.wait()

@@ -5,7 +5,7 @@ c = get_config()  # noqa: F821  # given by traitlets
 c.Cluster.controller_launcher_class = "nbdist"
 c.Cluster.engine_launcher_class = "nbdist.launchers.SlurmAgents"
 c.Cluster.delay = 0
-c.Cluster.send_engines_connection_env = False  # no key in an environment: it is in the script, which only root can read
+c.Cluster.send_engines_connection_env = False  # no key in an environment
 
 # c.SlurmAgents.nodes = 4
 # c.SlurmAgents.gpus_per_node = 8

@@ -1,4 +1,4 @@
-"""Hosts that one can log in to by ssh without a password: the controller here, one ssh connection and agent per host."""
+"""Hosts that one can log in to by ssh without a password: the controller here, one connection and agent per host."""
 
 c = get_config()  # noqa: F821  # given by traitlets
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbdist import Cluster, DistributedError
+from nbdist import Cluster
+from nbdist.errors import DistributedError
 from nbdist.records import RankError
 from tests.kernel import plain
 
@@ -40,7 +41,7 @@ class Outcome:
         return self.text.splitlines()
 
 
-def errors(outcome: Outcome) -> tuple[RankError, ...]:
+def errors(outcome: Outcome) -> Sequence[RankError]:
     """What each rank ended with, the root cause first."""
     assert isinstance(outcome.error, DistributedError), outcome
     return outcome.error.errors

@@ -148,7 +148,7 @@ def test_the_groups_own_timeout_names_who_was_missing(no_cluster: None) -> None:
         outcome = fails(cluster, "def tokenize(): time.sleep(60)\nif rank == 0: tokenize()\ndist.barrier()", within=9)
         assert outcome.seconds > 4.5
         assert isinstance(outcome.error, CollectiveTimeout)
-        assert "No rank came in 5 s" in outcome.text
+        assert "rank 0 did not come in 5 s" in outcome.text
         assert "rank 0 has not come to barrier" in outcome.text
         assert re.search(r"rank 0 is at Cell In\[\d+\], line 1", outcome.text)
         nothing_was_lost(cluster)

@@ -72,6 +72,7 @@ def test_of_a_rank_that_does_not_answer_the_last_known_state_is_told(ranks: Clus
 @pytest.mark.parametrize("code", [*BUSY.values(), KEEPS_THE_INTERPRETER], ids=[*BUSY, "keeps the interpreter"])
 def test_completion_and_help_answer_while_ranks_are_busy(shared_notebook: Kernel, code: str) -> None:
     shared_notebook.check('%%distributed\nimport time\ndef learning_rate_of_ranks(x):\n    """Says how fast."""')
+    shared_notebook.complete("%%distributed\nno_such_na")  # IPython imports its completer of Python code
     shared_notebook.check(f"%%distributed --detach --output none\n{code}")
     time.sleep(0.7)
     keeps = code == KEEPS_THE_INTERPRETER

@@ -1,4 +1,4 @@
-"""Hosts, schedulers and users made on this machine, for root; what is missing is installed, or skips with its reason."""
+"""Hosts and schedulers made on this machine, for root; what is missing is installed, or skips with its reason."""
 
 from __future__ import annotations
 

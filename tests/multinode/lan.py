@@ -48,7 +48,7 @@ Host *
 def sh(*command: str, check: bool = True, **options: Any) -> str:
     ran = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL, **options)
     assert not check or ran.returncode == 0, f"{' '.join(command)}: {ran.stderr or ran.stdout}"
-    return ran.stdout
+    return str(ran.stdout)
 
 
 class Lan:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.kernel import Kernel
+from tests.multinode.lan import sh
 from tests.multinode.slurm import Slurm
 
 pytestmark = [pytest.mark.multinode, pytest.mark.timeout(240)]
@@ -113,3 +117,26 @@ def test_variables_of_another_job_do_not_reach_the_ranks(
         assert "0 0 2" in text and "1 1 2" in text
         kernel.check("%cluster stop")
     slurm.wait_for_no_jobs()
+
+
+def test_a_notebook_visits_an_allocation_that_somebody_holds(slurm: Slurm, slurm_login: Kernel, tmp_path: Path) -> None:
+    env = {**os.environ, **slurm.env}
+    step = ["srun", "-J", "held", "-N2", "--ntasks-per-node=1", "-t5", "--kill-on-bad-exit=0", "--input=none"]
+    command = [*step, sys.executable, "-m", "nbdist.engine", "--join", "--name", "held", "--address", "127.0.0.1"]
+    with open(tmp_path / "srun.log", "wb") as log:
+        job = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=tmp_path)
+    try:
+        entry = Path(os.environ["NBDIST_HOME"]) / "kept" / "held.json"
+        deadline = time.monotonic() + 60
+        while not entry.exists():
+            assert time.monotonic() < deadline and job.poll() is None, (tmp_path / "srun.log").read_text()
+            time.sleep(0.1)
+        assert "2 engines on 2 hosts" in slurm_login.check("%cluster attach held", timeout=60).text
+        assert "[0-1] 3.0" in slurm_login.check(WHOLE).text
+        slurm_login.check("%cluster stop")
+        assert job.poll() is None
+    finally:
+        # a plain scancel kills a step of srun at once; what it leaves is a private folder in /tmp
+        sh("scancel", "--signal=TERM", "-n", "held", env=env)
+        job.wait(30)
+    assert not entry.exists()

@@ -249,3 +249,14 @@ def test_terminating_the_link_of_a_host_is_a_lost_host(lan: Lan, ssh_profile: Pa
     cell = login.run("%%distributed\nwhile True: dist.barrier()", timeout=30)
     assert "host n2 was lost: its node agent ended" in cell.text, cell
     login.check("%cluster stop")
+
+
+def test_the_end_of_the_controller_is_the_end_of_every_rank(lan: Lan, ssh_profile: Path, login: Kernel) -> None:
+    start(login, ssh_profile, "n1,n2")
+    login.check(
+        "import os, signal\nfrom nbdist.cluster import active\n"
+        "os.kill(active()._processes.controller.pid, signal.SIGKILL)"
+    )
+    wait_for_nobody(lan, 5)
+    assert "%cluster start begins anew" in login.run(WHOLE).text
+    login.check("%cluster stop")

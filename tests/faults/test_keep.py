@@ -1,0 +1,149 @@
+"""A kept cluster: let go of, found again with all that it has, and refused where it is not ours or has ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nbdist import Cluster, ClusterError
+from nbdist.profiles import state_home
+from tests.faults.faults import group_is_whole, nothing_was_lost, ready
+from tests.leaks import alive
+
+
+@pytest.fixture
+def kept(no_cluster: None) -> Iterator[Cluster]:
+    """A cluster that was started with ``keep`` and let go of."""
+    cluster = Cluster(2, backend="gloo", keep=True, name="lasting").start()
+    processes = psutil.Process().children(recursive=True)
+    try:
+        ready(cluster)
+        cluster.detach()
+        yield cluster
+    finally:
+        for process in processes:
+            if alive(process):
+                process.kill()
+        psutil.wait_procs(processes, timeout=5)
+        assert cluster.run_dir is not None
+        shutil.rmtree(cluster.run_dir, ignore_errors=True)
+
+
+def test_a_kept_cluster_is_found_with_state_processes_and_running_cell(kept: Cluster) -> None:
+    cluster = Cluster.attach()
+    before = cluster.pids
+    nothing_was_lost(cluster)
+    cluster.run("for i in range(30): nbdist.log(loss=1 / (i + 1)); time.sleep(0.1)", detach=True)
+    time.sleep(0.5)
+    cluster.detach()
+    with pytest.raises(ClusterError, match=r"%cluster start"):
+        cluster.run("1")
+
+    cluster = Cluster.attach("lasting")
+    assert cluster.pids == before
+    assert "running In[" in cluster.status()[0].state
+    with pytest.raises(ClusterError, match="still runs on the ranks"):
+        cluster.run("1")
+    assert cluster.cell is not None
+    cluster.cell.wait(20)
+    frame = cluster.telemetry.to_frame()
+    assert frame.step.max() == 30
+    nothing_was_lost(cluster)
+
+    with pytest.raises(ClusterError, match=r"active here already"):
+        Cluster.attach("lasting")
+    cluster.stop()
+    with pytest.raises(ClusterError, match="No kept cluster"):
+        Cluster.attach("lasting")
+    assert not (state_home() / "kept" / "lasting.json").exists()
+
+
+def test_stop_ends_a_cell_of_the_notebook_before(kept: Cluster) -> None:
+    cluster = Cluster.attach()
+    cluster.run("time.sleep(60)", detach=True)
+    time.sleep(0.5)
+    cluster.detach()
+    cluster = Cluster.attach()
+    with pytest.raises(KeyboardInterrupt):
+        cluster.interrupt()
+    nothing_was_lost(cluster)
+    cluster.stop()
+
+
+def test_a_death_while_nobody_looked_is_seen_and_repaired(kept: Cluster) -> None:
+    cluster = Cluster.attach()
+    pid = cluster.pids[1]
+    cluster.detach()
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(1)
+    cluster = Cluster.attach()
+    assert cluster.status()[1].state == "dead: died while no notebook was attached"
+    cluster.repair()
+    assert cluster.evaluate("globals().get('kept')") == [100, None]
+    group_is_whole(cluster)
+    cluster.stop()
+
+
+def test_what_cannot_be_attached_to_is_refused_with_its_reason(kept: Cluster) -> None:
+    with pytest.raises(ClusterError, match=r"No kept cluster 'other'\. Kept: lasting\."):
+        Cluster.attach("other")
+    path = state_home() / "kept" / "lasting.json"
+    entry = path.read_text()
+    if os.getuid() == 0:  # only root can give a folder away
+        os.chown(json.loads(entry)["run_dir"], 12345, -1)
+        with pytest.raises(ClusterError, match="somebody else"):
+            Cluster.attach("lasting")
+        os.chown(json.loads(entry)["run_dir"], 0, -1)
+    path.write_text(entry)
+    os.kill(json.loads(entry)["controller"], signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(json.loads(entry)["controller"]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with pytest.raises(ClusterError, match="has ended"):
+        Cluster.attach("lasting")
+    assert not path.exists()
+    assert not Path(json.loads(entry)["run_dir"]).exists()  # the ranks are ended, too: nobody could reach them
+
+
+def test_a_note_that_cannot_be_read_is_said_and_left_alone(kept: Cluster) -> None:
+    path = state_home() / "kept" / "torn.json"
+    path.write_text("{")
+    with pytest.raises(ClusterError, match=r"'torn' cannot be told from its note"):
+        Cluster.attach("torn")
+    path.unlink()
+    Cluster.attach().stop()
+
+
+@pytest.mark.parametrize("sig", [signal.SIGHUP, signal.SIGTERM], ids=["closed terminal", "terminated"])
+def test_a_script_whose_terminal_is_closed_leaves_nothing(no_cluster: None, tmp_path: Path, sig: int) -> None:
+    code = (
+        "import nbdist, time\n"
+        "cluster = nbdist.Cluster(2, backend='gloo').start()\n"
+        "cluster.run('dist.all_reduce(torch.ones(1)) if rank == 0 else __import__(\"time\").sleep(90)', detach=True)\n"
+        "print(*cluster.pids.values(), cluster.run_dir, flush=True)\n"
+        "time.sleep(90)"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as script:
+        assert script.stdout is not None
+        told = script.stdout.readline().split()
+        processes = psutil.Process(script.pid).children(recursive=True)
+        assert {int(pid) for pid in told[:2]} <= {process.pid for process in processes}
+        script.send_signal(sig)
+        script.wait(10)
+    _, left = psutil.wait_procs(processes, timeout=15)
+    assert [process for process in left if alive(process)] == []
+    deadline = time.monotonic() + 2
+    while Path(told[2]).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert list(tmp_path.glob("nbdist-*")) == []
