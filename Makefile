@@ -4,6 +4,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input install --quiet
 NAME   ?= all
+# Older ones that the panel's Stop is tested with: each sends a button's message another way.
+IPYKERNELS := 6.31.0 7.3.0
+EMPTY :=
+SPACE := $(EMPTY) $(EMPTY)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo lab check test multinode chaos bench interop browser clean
@@ -22,7 +26,8 @@ check: $(VENV)/test.stamp   ## lint, formatting, types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-test: check browser   ## check, then every test (PYTEST_ARGS="-k folds tests/cluster" for some)
+test: check browser $(VENV)/ipykernels.stamp   ## check, then every test (PYTEST_ARGS="-k folds tests/cluster" for some)
+	NBDIST_TEST_IPYKERNELS=$(subst $(SPACE),:,$(IPYKERNELS:%=$(CURDIR)/$(VENV)/ipykernels/%)) \
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 multinode: $(VENV)/test.stamp   ## every test of several hosts, schedulers and users (root; installs what is missing by apt)
@@ -58,6 +63,10 @@ $(VENV)/examples.stamp: $(VENV)/torch.stamp pyproject.toml
 $(VENV)/test.stamp: $(VENV)/examples.stamp
 	@echo "Installing what the tests need into $(VENV) ..."
 	@$(PIP) --constraint constraints.txt --editable '.[test]'
+	@touch $@
+
+$(VENV)/ipykernels.stamp: $(VENV)/test.stamp
+	@for version in $(IPYKERNELS); do $(PIP) --no-deps --target $(VENV)/ipykernels/$$version ipykernel==$$version || exit; done
 	@touch $@
 
 # A browser for tests/browser: Debian's where apt may install it, else the one that Playwright brings.
