@@ -24,7 +24,7 @@ def ranks(cluster: Cluster) -> Iterator[Cluster]:
 def four_ranks(ranks: Cluster) -> Iterator[Cluster]:
     """The same with 4 ranks."""
     ranks.resize(4)
-    ready(ranks)
+    ready(ranks, 4)
     yield ranks
-    ready(ranks)
+    ready(ranks, 4)
     ranks.resize(2)

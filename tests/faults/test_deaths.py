@@ -161,7 +161,7 @@ def test_ranks_that_stay_keep_their_state_when_the_world_grows_and_shrinks(ranks
     assert ranks.resize(3) == "The world grew from 2 to 3 ranks; rank 2 is empty."
     assert ranks.evaluate("(world_size, globals().get('kept'))") == [(3, 100), (3, 101), (3, None)]
     group_is_whole(ranks)
-    assert ranks.resize(1) == "The world shrank from 3 to 1 ranks; rank 0 kept their state."
+    assert ranks.resize(1) == "The world shrank from 3 to 1 ranks; rank 0 kept its state."
     group_is_whole(ranks)
     ranks.resize(2)
     assert ranks.pids[0] == before[0]
