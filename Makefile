@@ -10,7 +10,7 @@ EMPTY :=
 SPACE := $(EMPTY) $(EMPTY)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lab check test multinode chaos bench interop browser clean
+.PHONY: help demo lab check test faults multinode chaos bench interop browser clean
 
 help:   ## this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /make \1	/' | expand -t 14
@@ -26,9 +26,19 @@ check: $(VENV)/test.stamp   ## lint, formatting, types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-test: check browser $(VENV)/ipykernels.stamp   ## check, then every test (PYTEST_ARGS="-k folds tests/cluster" for some)
-	NBDIST_TEST_IPYKERNELS=$(subst $(SPACE),:,$(IPYKERNELS:%=$(CURDIR)/$(VENV)/ipykernels/%)) \
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+# One pytest a suite: what a suite shares (a cluster, a browser and its event loop) is no business of the next one.
+# Stop pressed a hundred times at random moments, and kept clusters, have `make faults` to themselves.
+FAULTS := $(addprefix tests/faults/test_,chaos.py errors.py guard.py hangs.py deaths.py)
+SUITES := tests/unit tests/cluster "$(FAULTS)" tests/training tests/notebooks tests/gpu tests/multinode tests/browser
+test: check browser $(VENV)/ipykernels.stamp   ## check, then every suite (PYTEST_ARGS="-k folds tests/cluster" for some tests)
+	@export NBDIST_TEST_IPYKERNELS=$(subst $(SPACE),:,$(IPYKERNELS:%=$(CURDIR)/$(VENV)/ipykernels/%)); \
+	if [ -n "$(PYTEST_ARGS)" ]; then exec $(BIN)/python -m pytest $(PYTEST_ARGS); fi; \
+	for suite in $(SUITES); do \
+		echo "== $$suite"; $(BIN)/python -m pytest $$suite || exit; \
+	done
+
+faults: $(VENV)/test.stamp   ## every test of faults
+	$(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
 
 multinode: $(VENV)/test.stamp   ## every test of several hosts, schedulers and users (root; installs what is missing by apt)
 	$(BIN)/python -m pytest --multinode --require-multinode tests/multinode $(PYTEST_ARGS)

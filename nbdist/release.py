@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from nbdist.errors import ClusterError
 from nbdist.hangs import is_waiting
 from nbdist.ranks import named
 
@@ -29,6 +30,7 @@ QUIET_TOGETHER_S = 2.0  # when all ranks are in the same collective, which may j
 DEAF_S = 0.5  # in torch.distributed after the signal: it waits there for other ranks
 FELLOWS_S = 0.15  # for other ranks to fail by themselves: what all do wrong, they do a moment apart
 BOUNDARY_S = 5.0  # for a training loop to come to the step that the ranks have agreed on
+LOST_S = 3.0  # after the cut; all but those that gloo has forgotten are out in a moment
 STUBBORN_S = 2.0  # after which what a rank is in may be a wait all the same, and the notebook says who does not come
 
 
@@ -64,6 +66,8 @@ class Release:
         self.cut = False
         self.active = True
         self.insisted = 0
+        self._cut_at = math.inf
+        self._told_lost = False
         self._states: dict[int, Any] = {}
         self._insist = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nbdist-release", daemon=True)
@@ -96,6 +100,8 @@ class Release:
             if self.gentle and self._stop_at_boundary():
                 return
             self._interrupt()
+        except ClusterError:
+            return  # the cluster was stopped meanwhile
         finally:
             self.active = False
             self.cell.wake()
@@ -165,7 +171,23 @@ class Release:
             if not told and now - moved > STUBBORN_S + DEAF_S and self.cell.remaining and not self._blocked(state):
                 told = True
                 self._tell(f"{named(self.cell.remaining.values())} still running; interrupt again to force")
+            if self._blocked(state) and now - self._cut_at > LOST_S and not self._told_lost:
+                self._tell_lost()
+                if self.cell.cluster.repair_mode == "auto":
+                    self._kill()
+                    return
             time.sleep(POLL_S)
+
+    def _tell_lost(self) -> None:
+        """A rank was cut and yet waits: gloo forgets to wake a sender whose peer died in the middle of a transfer."""
+        self._told_lost = True
+        self.insisted = max(1, self.insisted)
+        left = self.cell.cluster.collective_timeout - (time.monotonic() - self._cut_at)
+        self._tell(
+            f"{named(self.cell.remaining.values())} held in a transfer that another rank broke off: back by itself, "
+            f"with its state, when the collective times out in {left:.0f} s; Stop ends it now and puts an empty rank "
+            "in its place"
+        )
 
     def _deliver(self, engines: set[int]) -> set[int]:
         """Interrupt each engine once; give those that have not begun the cell yet, or do not answer."""
@@ -195,6 +217,8 @@ class Release:
 
     def _cut(self) -> None:
         cluster = self.cell.cluster
+        if not self.cut:
+            self._cut_at = time.monotonic()
         self.cut = cluster.world.broken = True
         cluster.client.ask(cluster.world.engines, "cut", timeout=1.0, generation=cluster.world.generation)
 
