@@ -307,6 +307,15 @@ class _Read:
         return extra
 
 
+# A loader's workers are forked. A lock that this thread holds within torch at that moment would stay locked in them.
+_not_while_forking = threading.Lock()
+os.register_at_fork(
+    before=_not_while_forking.acquire,
+    after_in_parent=_not_while_forking.release,
+    after_in_child=_not_while_forking.release,
+)
+
+
 def _write(
     saved: SavedCheckpoint,
     meeting: Meeting,
@@ -321,7 +330,8 @@ def _write(
     try:
         failure: BaseException | None = None
         try:
-            _write_own(temporary, meeting.rank, parts, plan, own)
+            with _not_while_forking:
+                _write_own(temporary, meeting.rank, parts, plan, own)
         except BaseException as error:
             failure = error
         meeting.tell(f"wrote-{meeting.rank}", failure=_line(failure))
