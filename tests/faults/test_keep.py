@@ -17,50 +17,49 @@ import pytest
 
 from nbdist import Cluster, ClusterError
 from nbdist.profiles import state_home
-from tests.faults.faults import group_is_whole, nothing_was_lost, ready
-from tests.leaks import alive
+from tests.faults.faults import group_is_whole, nothing_was_lost
+from tests.leaks import alive, tagged
+
+START = "cluster = Cluster(2, backend='gloo', keep=True, name='lasting').start(); cluster.run('kept = 100 + rank')"
+
+
+def notebook(code: str) -> list[str]:
+    """Run code in a process of its own, as a notebook that is closed at its end; give the lines that it printed."""
+    code = f"import time\nfrom nbdist import Cluster\n{code}"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()
 
 
 @pytest.fixture
-def kept(no_cluster: None) -> Iterator[Cluster]:
-    """A cluster that was started with ``keep`` and let go of."""
-    cluster = Cluster(2, backend="gloo", keep=True, name="lasting").start()
-    processes = psutil.Process().children(recursive=True)
-    try:
-        ready(cluster)
-        cluster.detach()
-        yield cluster
-    finally:
-        for process in processes:
-            if alive(process):
-                process.kill()
-        psutil.wait_procs(processes, timeout=5)
-        assert cluster.run_dir is not None
-        shutil.rmtree(cluster.run_dir, ignore_errors=True)
+def kept(no_cluster: None) -> Iterator[dict[int, int]]:
+    """The pids of the two ranks of a cluster that a notebook has started with ``keep``, and which was closed then."""
+    told = notebook(f"{START}\nprint(*cluster.pids.values())\nprint(cluster.run_dir)")
+    run_dir = Path(told[1])
+    yield dict(enumerate(map(int, told[0].split())))
+    left = [process for process in tagged("NBDIST_RUN_DIR", str(run_dir)) if alive(process)]
+    for process in left:
+        process.kill()
+    psutil.wait_procs(left, timeout=5)
+    shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def test_a_kept_cluster_is_found_with_state_processes_and_running_cell(kept: Cluster) -> None:
-    cluster = Cluster.attach()
-    before = cluster.pids
-    nothing_was_lost(cluster)
-    cluster.run("for i in range(30): nbdist.log(loss=1 / (i + 1)); time.sleep(0.1)", detach=True)
-    time.sleep(0.5)
-    cluster.detach()
-    with pytest.raises(ClusterError, match=r"%cluster start"):
-        cluster.run("1")
-
+def test_a_kept_cluster_is_found_with_state_processes_and_running_cell(kept: dict[int, int]) -> None:
+    notebook(
+        "cluster = Cluster.attach()\nassert cluster.pull('kept') == [100, 101]\n"
+        "cluster.run('import time\\nfor i in range(60): nbdist.log(loss=1 / (i + 1)); time.sleep(0.1)', detach=True)\n"
+        "time.sleep(0.5)"
+    )
     cluster = Cluster.attach("lasting")
-    assert cluster.pids == before
+    assert cluster.pids == kept
     assert "running In[" in cluster.status()[0].state
     with pytest.raises(ClusterError, match="still runs on the ranks"):
         cluster.run("1")
     assert cluster.cell is not None
     cluster.cell.wait(20)
-    frame = cluster.telemetry.to_frame()
-    assert frame.step.max() == 30
+    assert cluster.telemetry.to_frame().step.max() == 60
     nothing_was_lost(cluster)
-
-    with pytest.raises(ClusterError, match=r"active here already"):
+    with pytest.raises(ClusterError, match="active here already"):
         Cluster.attach("lasting")
     cluster.stop()
     with pytest.raises(ClusterError, match="No kept cluster"):
@@ -68,11 +67,8 @@ def test_a_kept_cluster_is_found_with_state_processes_and_running_cell(kept: Clu
     assert not (state_home() / "kept" / "lasting.json").exists()
 
 
-def test_stop_ends_a_cell_of_the_notebook_before(kept: Cluster) -> None:
-    cluster = Cluster.attach()
-    cluster.run("time.sleep(60)", detach=True)
-    time.sleep(0.5)
-    cluster.detach()
+def test_stop_ends_a_cell_of_the_notebook_before(kept: dict[int, int]) -> None:
+    notebook("cluster = Cluster.attach()\ncluster.run('import time; time.sleep(60)', detach=True)\ntime.sleep(0.5)")
     cluster = Cluster.attach()
     with pytest.raises(KeyboardInterrupt):
         cluster.interrupt()
@@ -80,11 +76,8 @@ def test_stop_ends_a_cell_of_the_notebook_before(kept: Cluster) -> None:
     cluster.stop()
 
 
-def test_a_death_while_nobody_looked_is_seen_and_repaired(kept: Cluster) -> None:
-    cluster = Cluster.attach()
-    pid = cluster.pids[1]
-    cluster.detach()
-    os.kill(pid, signal.SIGKILL)
+def test_a_death_while_nobody_looked_is_seen_and_repaired(kept: dict[int, int]) -> None:
+    os.kill(kept[1], signal.SIGKILL)
     time.sleep(1)
     cluster = Cluster.attach()
     assert cluster.status()[1].state == "dead: died while no notebook was attached"
@@ -94,7 +87,7 @@ def test_a_death_while_nobody_looked_is_seen_and_repaired(kept: Cluster) -> None
     cluster.stop()
 
 
-def test_what_cannot_be_attached_to_is_refused_with_its_reason(kept: Cluster) -> None:
+def test_what_cannot_be_attached_to_is_refused_with_its_reason(kept: dict[int, int]) -> None:
     with pytest.raises(ClusterError, match=r"No kept cluster 'other'\. Kept: lasting\."):
         Cluster.attach("other")
     path = state_home() / "kept" / "lasting.json"
@@ -115,7 +108,7 @@ def test_what_cannot_be_attached_to_is_refused_with_its_reason(kept: Cluster) ->
     assert not Path(json.loads(entry)["run_dir"]).exists()  # the ranks are ended, too: nobody could reach them
 
 
-def test_a_note_that_cannot_be_read_is_said_and_left_alone(kept: Cluster) -> None:
+def test_a_note_that_cannot_be_read_is_said_and_left_alone(kept: dict[int, int]) -> None:
     path = state_home() / "kept" / "torn.json"
     path.write_text("{")
     with pytest.raises(ClusterError, match=r"'torn' cannot be told from its note"):
