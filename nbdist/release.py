@@ -1,8 +1,8 @@
 """Bring ranks back to the prompt: signal, wait until their groups are quiet, cut, and never lose a reply.
 
-A socket that is shut while gloo is sending on it loses the rank (see ``nbdist.engine.process_group``). So ranks that
-can stop by themselves are stopped first, and the others are cut only when none of their collectives has moved for a
-while.
+A socket that is shut while gloo is sending on it loses the rank (see ``nbdist.engine.world.process_group``). So ranks
+that can stop by themselves are stopped first, and the others are cut only when none of their collectives has moved
+for a while.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ PRELOADED = (
     "nbdist.engine.control",
     "nbdist.engine.rank_engine",
     "nbdist.engine.bootstrap",
-    "nbdist.engine.store",
+    "nbdist.engine.world.store",
 )
 STDERR_TAIL = 4096
 
@@ -227,7 +227,7 @@ def preload() -> None:
     """Import once what each engine would import again; the forks share the pages."""
     for module in PRELOADED:
         importlib.import_module(module)
-    bars = importlib.import_module("nbdist.engine.bars")
+    bars = importlib.import_module("nbdist.engine.cells.bars")
     bars.use_text_bars()
     gc.collect()
     gc.freeze()

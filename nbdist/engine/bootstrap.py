@@ -11,7 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from nbdist import wire
-from nbdist.engine import control, guard, parallel, process_group, runner, store
+from nbdist.engine import control
+from nbdist.engine.cells import runner
+from nbdist.engine.strategies import parallel
+from nbdist.engine.world import guard, process_group, store
 from nbdist.records import to_wire
 
 __all__ = ["identify", "join_world", "pull", "push", "run_cell", "switch_guard"]

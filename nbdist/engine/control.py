@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
-from nbdist.engine import completion, gate, limits, meters, process_group, runner, wrapping
+from nbdist.engine import limits
+from nbdist.engine.cells import completion, gate, runner, wrapping
+from nbdist.engine.telemetry import meters
+from nbdist.engine.world import process_group
 from nbdist.records import to_wire
 
 __all__ = ["install"]

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbdist.engine import network, process_group, store
+from nbdist.engine import network
+from nbdist.engine.world import process_group, store
 
 __all__ = ["facts", "small_all_reduce"]
 

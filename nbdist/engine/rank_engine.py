@@ -12,9 +12,9 @@ import ipyparallel.engine.app as app
 from traitlets import Type
 
 from nbdist.channel import ExchangeAddress
-from nbdist.engine import store
 from nbdist.engine.agent import start_paired_nanny
 from nbdist.engine.streams import follow_descriptors
+from nbdist.engine.world import store
 
 __all__ = ["RankEngine", "run_engine"]
 

@@ -42,9 +42,9 @@ def _measure(folder: Path, repeats: int) -> tuple[dict[str, list[float]], int]:
     import torch.distributed as dist
     from torch import nn
 
-    from nbdist.engine.checkpoint import save_checkpoint
-    from nbdist.engine.parallel import parallelize
-    from nbdist.engine.sync import check_sync
+    from nbdist.engine.saving.checkpoint import save_checkpoint
+    from nbdist.engine.strategies.parallel import parallelize
+    from nbdist.engine.strategies.sync import check_sync
 
     model = parallelize(nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -108,7 +108,7 @@ def test_ranks_follow_host_and_local_rank_and_not_the_order_of_registration(clus
 
 def test_a_rank_that_cannot_join_is_named(fresh_cluster: Cluster) -> None:
     fresh_cluster.run(
-        "def fail(*a, **k): raise OSError('no network today')\nfrom nbdist.engine import process_group\n"
+        "def fail(*a, **k): raise OSError('no network today')\nfrom nbdist.engine.world import process_group\n"
         "if rank == 1: process_group.init_process_group = fail"
     )
     with pytest.raises(WorldError, match=r"rank 1 .*no network today"):

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbdist.engine import meters
-from nbdist.engine.recorder import recorder
-from nbdist.engine.sync import check_sync
+from nbdist.engine.strategies.sync import check_sync
+from nbdist.engine.telemetry import meters
+from nbdist.engine.telemetry.recorder import recorder
 from tests.training.models import loss_fn, net, samples
 
 pytestmark = pytest.mark.interop

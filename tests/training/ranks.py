@@ -110,7 +110,8 @@ def _serve(pipe: Connection, rank: int, size: int) -> None:
 def _work(store: str, work: bytes, rank: int, size: int) -> Any:
     import torch.distributed as dist
 
-    from nbdist.engine import data, meters
+    from nbdist.engine.loading import data
+    from nbdist.engine.telemetry import meters
 
     function, arguments = cloudpickle.loads(work)
     form_group(store, rank, size)
@@ -133,7 +134,7 @@ def form_group(store: str, rank: int, size: int) -> None:
 
     import torch.distributed as dist
 
-    from nbdist.engine import process_group
+    from nbdist.engine.world import process_group
 
     store_type: Any = getattr(dist, "FileStore")  # noqa: B009  # torch does not export it by its annotations
     process_group._watch_new_groups()

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import nbdist
-from nbdist.engine.dims import data_rank
-from nbdist.engine.training import Trainer
+from nbdist.engine.steps.training import Trainer
+from nbdist.engine.strategies.dims import data_rank
 
 VOCABULARY, WIDTH, CONTEXT, LAYERS = 16, 16, 8, 4
 Batch = tuple[torch.Tensor, torch.Tensor]

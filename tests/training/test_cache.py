@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from nbdist.engine.cache import local_cache
+from nbdist.engine.loading.cache import local_cache
 
 
 @pytest.fixture

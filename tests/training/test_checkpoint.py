@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from nbdist.engine import checkpoint, meeting, shards
-from nbdist.engine.checkpoint import load_checkpoint, save_checkpoint
-from nbdist.engine.parallel import parallelize, unwrap
+from nbdist.engine.saving import checkpoint, shards
+from nbdist.engine.saving.checkpoint import load_checkpoint, save_checkpoint
+from nbdist.engine.strategies.parallel import parallelize, unwrap
+from nbdist.engine.world import meeting
 from nbdist.errors import WorldError
 from tests.training.models import adamw, apart, loss_fn, net, samples, sgd, share, weights
 from tests.training.ranks import Ranks
@@ -61,7 +62,7 @@ def wrapped(strategy, start=0):
 
 def optimizer_of(strategy, model):
     if strategy == "zero1":
-        from nbdist.engine.zero import zero1
+        from nbdist.engine.strategies.zero import zero1
 
         return zero1(torch.optim.AdamW, model.parameters(), lr=0.01)
     return adamw(model.parameters())
@@ -108,8 +109,8 @@ def test_a_checkpoint_is_read_by_every_other_strategy_and_number_of_ranks(ranks,
 
 
 def pipelined(pp, folder, load):
-    from nbdist.engine.dims import ParallelDims
-    from nbdist.engine.pipeline import pipeline
+    from nbdist.engine.strategies.dims import ParallelDims
+    from nbdist.engine.strategies.pipeline import pipeline
 
     warnings.simplefilter("ignore")  # of torch's own schedules
     try:
@@ -457,7 +458,7 @@ def test_a_full_disk_is_told_on_all_ranks_and_the_checkpoint_before_loads(ranks,
 
 SAVER = """
 import os, sys, torch
-from nbdist.engine.checkpoint import save_checkpoint
+from nbdist.engine.saving.checkpoint import save_checkpoint
 
 for last in sys.stdin:
     pid = os.fork()

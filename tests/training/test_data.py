@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from nbdist.engine import data, meters
-from nbdist.engine.data import distributed_loader
+from nbdist.engine.loading import data
+from nbdist.engine.loading.data import distributed_loader
+from nbdist.engine.telemetry import meters
 from tests.training.models import samples
 
 

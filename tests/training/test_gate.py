@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from nbdist.engine.gate import StepGate
+from nbdist.engine.cells.gate import StepGate
 
 
 def test_steps_begin_freely_until_a_stop_is_requested():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import nbdist
-from nbdist.engine.training import Trainer
+from nbdist.engine.steps.training import Trainer
 from tests.training.models import apart, loss_fn, net, samples, share, weights
 from tests.training.strategies import alone, farthest, global_batches, trained
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nbdist.engine import process_group
-from nbdist.engine.data import distributed_loader
-from nbdist.engine.gate import StepStop, current_gate
-from nbdist.engine.parallel import parallelize
-from nbdist.engine.training import Trainer
+from nbdist.engine.cells.gate import StepStop, current_gate
+from nbdist.engine.loading.data import distributed_loader
+from nbdist.engine.steps.training import Trainer
+from nbdist.engine.strategies.parallel import parallelize
+from nbdist.engine.world import process_group
 from tests.training.models import adamw, apart, loss_fn, net, samples, weights
 from tests.training.ranks import form_group
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from nbdist.engine import limits, workers
-from nbdist.engine.data import distributed_loader
+from nbdist.engine import limits
+from nbdist.engine.loading import workers
+from nbdist.engine.loading.data import distributed_loader
 from tests.training.test_data import Numbers, Stream, flat
 
 
@@ -150,7 +151,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (128, 4096))
 from nbdist.engine.limits import raise_fd_limit
 print(raise_fd_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))
 import torch
-from nbdist.engine.data import distributed_loader
+from nbdist.engine.loading.data import distributed_loader
 dataset = torch.utils.data.TensorDataset(torch.zeros(800, 4))
 kept = list(distributed_loader(dataset, batch_size=2, num_workers=2))
 print("all", len(kept))

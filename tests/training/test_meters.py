@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from nbdist.engine import gate, meters
-from nbdist.engine import recorder as recorders
-from nbdist.engine.data import distributed_loader
-from nbdist.engine.recorder import recorder
-from nbdist.engine.training import Trainer
+from nbdist.engine.cells import gate
+from nbdist.engine.loading.data import distributed_loader
+from nbdist.engine.steps.training import Trainer
+from nbdist.engine.telemetry import meters
+from nbdist.engine.telemetry import recorder as recorders
+from nbdist.engine.telemetry.recorder import recorder
 from tests.training.models import loss_fn, net, samples, sgd
 
 
@@ -361,7 +362,7 @@ def test_own_steps_of_a_trainer_are_recorded_and_end_with_the_cell(published):
 
 def test_exposed_communication_is_read_from_ddp(ranks):
     def train():
-        from nbdist.engine.parallel import parallelize
+        from nbdist.engine.strategies.parallel import parallelize
 
         payloads = Published()
         meters.start(payloads.append, rank=0, world_size=2)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import nbdist
-from nbdist.engine.training import Trainer
+from nbdist.engine.steps.training import Trainer
 from tests.training.models import apart, loss_fn, net, samples, sgd, trained_alone, weights
 from tests.training.test_training import global_batches, joined, mine, trainer_on
 

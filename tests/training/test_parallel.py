@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from nbdist.engine import parallel
-from nbdist.engine.parallel import parallelize
+from nbdist.engine.strategies import parallel
+from nbdist.engine.strategies.parallel import parallelize
 from nbdist.errors import WorldError
 from tests.training.models import apart, loss_fn, net, samples, share, trained_alone, weights
 from tests.training.ranks import form_group

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import nbdist
-from nbdist.engine.training import Trainer
+from nbdist.engine.steps.training import Trainer
 from tests.training.strategies import alone, farthest, global_batches, gpt, loss_fn, stages, trained, whole_state
 
 

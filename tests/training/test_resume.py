@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbdist.engine.checkpoint import load_checkpoint, save_checkpoint
-from nbdist.engine.data import distributed_loader, seed
-from nbdist.engine.gate import StepStop, current_gate
-from nbdist.engine.parallel import parallelize
-from nbdist.engine.randomness import random_states, set_random_states
-from nbdist.engine.sync import check_sync
-from nbdist.engine.training import Trainer
+from nbdist.engine.cells.gate import StepStop, current_gate
+from nbdist.engine.loading.data import distributed_loader, seed
+from nbdist.engine.loading.randomness import random_states, set_random_states
+from nbdist.engine.saving.checkpoint import load_checkpoint, save_checkpoint
+from nbdist.engine.steps.training import Trainer
+from nbdist.engine.strategies.parallel import parallelize
+from nbdist.engine.strategies.sync import check_sync
 from tests.training.models import adamw, loss_fn, samples, sgd, weights
 from tests.training.ranks import Ranks, form_group
 

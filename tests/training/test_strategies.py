@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 import nbdist
-from nbdist.engine import parallel
-from nbdist.engine.dims import data_rank
-from nbdist.engine.norms import local
-from nbdist.engine.training import Trainer
+from nbdist.engine.steps.training import Trainer
+from nbdist.engine.strategies import parallel
+from nbdist.engine.strategies.dims import data_rank
+from nbdist.engine.strategies.norms import local
 from nbdist.errors import WorldError
 from tests.training.ranks import form_group
 from tests.training.strategies import (

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from nbdist.engine.parallel import parallelize, unwrap
-from nbdist.engine.sync import check_sync
+from nbdist.engine.strategies.parallel import parallelize, unwrap
+from nbdist.engine.strategies.sync import check_sync
 from tests.training.models import loss_fn, net, samples, sgd
 
 

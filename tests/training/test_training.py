@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbdist.engine.data import distributed_loader
-from nbdist.engine.parallel import parallelize
-from nbdist.engine.scaler import PiecewiseScaler
-from nbdist.engine.training import Trainer
+from nbdist.engine.loading.data import distributed_loader
+from nbdist.engine.steps.scaler import PiecewiseScaler
+from nbdist.engine.steps.training import Trainer
+from nbdist.engine.strategies.parallel import parallelize
 from tests.training.models import adamw, apart, loss_fn, net, samples, sgd, share, trained_alone, weights
 
 OPTIMIZERS = {"sgd": (sgd, 2e-6), "adamw": (adamw, 2e-4)}
@@ -300,7 +300,7 @@ def test_a_model_that_is_not_parallelized_is_told(ranks):
 
 def test_trainers_have_the_same_number_on_a_rank_that_was_replaced(ranks):
     def names():
-        from nbdist.engine import rejoin
+        from nbdist.engine.steps import rejoin
 
         rejoin._trainers = 4 if dist.get_rank() == 0 else 0
         trainers = [trainer_on(global_batches([4])) for _ in range(2)]

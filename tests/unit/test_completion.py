@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbdist.engine.completion import MOST, complete
+from nbdist.engine.cells.completion import MOST, complete
 
 
 def names(namespace: dict[str, Any], code: str) -> list[str]:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from nbdist.engine.loops import run_nested
+from nbdist.engine.cells.loops import run_nested
 
 
 async def double(value: int) -> int:

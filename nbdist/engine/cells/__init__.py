@@ -1,0 +1,1 @@
+"""A cell on one rank: run it, stop it, say what went wrong."""

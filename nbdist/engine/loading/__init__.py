@@ -1,0 +1,1 @@
+"""Data on many ranks: seeds, shares, workers, caches."""

@@ -1,0 +1,1 @@
+"""Checkpoints: written whole by all ranks, read by any other layout."""

@@ -1,0 +1,1 @@
+"""Optimizer steps over many ranks: the Trainer and the pieces it is made of."""

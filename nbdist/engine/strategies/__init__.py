@@ -1,0 +1,1 @@
+"""Models over many ranks: how they are laid out, split, reduced and compared."""

@@ -1,0 +1,1 @@
+"""What a rank measures and how it leaves the training thread."""
