@@ -9,6 +9,7 @@ import re
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,7 @@ class Cell:
         self.page = Page()
         self.output = Output(self.page, self.ranks, output, cluster.log_dir("cells") / f"In-{label}")
         self._events: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
-        self._idle: set[int] = set()
+        self._heard: Counter[int] = Counter()  # rank -> messages that it has published
         self._replied_at: dict[int, float] = {}
         self.release: Release | None = None
         self._watch: Watch | None = None
@@ -220,13 +221,9 @@ class Cell:
         while True:
             kind, rank, payload = event
             if kind == "message":
-                content = payload["content"]
-                if payload["msg_type"] == "status":
-                    if content["execution_state"] == "idle":
-                        self._idle.add(rank)
-                        self._settle(rank)
-                else:
-                    self.output.receive(rank, payload, time.monotonic())
+                self._heard[rank] += 1
+                self.output.receive(rank, payload, time.monotonic())
+                self._settle(rank)
             elif kind == "reply":
                 self._on_reply(rank, payload)
             elif kind == "stop":
@@ -248,12 +245,16 @@ class Cell:
             return False
         if self.release is not None and self.release.active:
             return False
-        late = [rank for rank in self.ranks if rank not in self._idle and rank not in self.errors]
         now = time.monotonic()
-        return all(now - self._replied_at[rank] > OUTPUT_GRACE_S for rank in late)
+        return all(now - self._replied_at[rank] > OUTPUT_GRACE_S for rank in self.ranks if not self._heard_all(rank))
+
+    def _heard_all(self, rank: int) -> bool:
+        """Whether all that the rank has published is here; of an adopted cell nobody knows how much that is."""
+        told = self.replies[rank].get("outputs") if rank in self.replies else None
+        return told is not None and self._heard[rank] >= told
 
     def _settle(self, rank: int) -> None:
-        if rank in self.replies:
+        if self._heard_all(rank):
             self.output.rank_done(rank)
 
     def _on_reply(self, rank: int, result: Any) -> None:
@@ -265,10 +266,9 @@ class Cell:
             if result["error"] is not None:
                 self.errors[rank] = from_wire(RankError, {**result["error"], "rank": rank})
         else:
-            self.replies[rank] = {"error": None, "progress": {}}
+            self.replies[rank] = {"error": None, "progress": {}, "outputs": 0}
             self.errors[rank] = self._lost(rank, result)
-        if rank in self._idle:
-            self._settle(rank)
+        self._settle(rank)
         error = self.errors.get(rank)
         # a rank that nobody has released yet, and yet its collective has failed: its peer died, or did not come in time
         if error is not None and (error.released is None or self.release is None):
@@ -313,7 +313,7 @@ class Cell:
         for engine, reply in self.cluster.client.ask(self.remaining, "progress", timeout=0.5).items():
             rank = self.engines[engine]
             if engine in self.cluster.deaths:
-                self.replies[rank] = {"error": None, "progress": {}}
+                self.replies[rank] = {"error": None, "progress": {}, "outputs": 0}
                 self.errors[rank] = self._lost(rank, None)
             elif reply is not None and not reply["running"]:
                 self.replies[rank] = {"error": None, "progress": reply["progress"]}

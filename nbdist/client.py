@@ -72,13 +72,18 @@ class RankClient(ipp.Client):  # type: ignore[misc]  # ipyparallel is not typed
     ) -> None:
         """Call the same function on several engines, from the IO thread: it would else wake once for each message.
 
-        ``hook`` and ``on_error`` are called there with the engine and its future, or what kept it from being sent.
+        ``hook`` and ``on_error`` are called there with the engine and its future, or what kept it from being sent. The
+        function's result says how much output it has; ipyparallel's own word that it is complete is not sent.
         """
+
+        def began(engine: int, future: Any) -> None:
+            future.add_done_callback(lambda done: self._output_is_complete(done.msg_id))
+            hook(engine, future)
 
         def send() -> None:
             for engine in engines:
                 try:
-                    self.submit(engine, target, *args, hook=functools.partial(hook, engine))
+                    self.submit(engine, target, *args, hook=functools.partial(began, engine))
                 except Exception as error:  # whoever waits for this engine's reply has to be told
                     on_error(engine, error)
 
@@ -121,7 +126,10 @@ class RankClient(ipp.Client):  # type: ignore[misc]  # ipyparallel is not typed
         if self.route is not None:
             self.route(message)
         if message["msg_type"] == "status" and message["content"].get("execution_state") == "idle":
-            # ipyparallel frees what it keeps of a request when both reply and output are there
-            output = self._output_futures.get((message["parent_header"] or {}).get("msg_id"))
-            if output is not None and not output.done():
-                output.set_result(None)
+            self._output_is_complete((message["parent_header"] or {}).get("msg_id"))
+
+    def _output_is_complete(self, msg_id: Any) -> None:
+        """Let ipyparallel free what it keeps of a request: it does when both reply and output are there."""
+        output = self._output_futures.get(msg_id)
+        if output is not None and not output.done():
+            output.set_result(None)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nbdist.engine import limits
-from nbdist.engine.cells import completion, gate, runner, wrapping
+from nbdist.engine.cells import completion, gate, outputs, runner, wrapping
 from nbdist.engine.telemetry import meters
 from nbdist.engine.world import process_group
 from nbdist.records import to_wire
@@ -37,7 +37,7 @@ def install(kernel: Any) -> None:
         kernel.session.send(stream, "nbdist_reply", reply, parent=parent, ident=ident)
 
     kernel.control_handlers["nbdist_request"] = handle
-    _publish_only_idle(kernel)
+    outputs.install(kernel)
     runner.install()
     limits.raise_fd_limit()
     wrapping.compare_models()
@@ -188,17 +188,6 @@ def _memory() -> int:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
-
-
-def _publish_only_idle(kernel: Any) -> None:
-    """Tell the notebook when the output of a cell is complete, and nothing else: each message costs three processes."""
-    publish = kernel._publish_status
-
-    def publish_idle(status: str, channel: str, parent: Any = None) -> None:
-        if status == "idle" and channel == "shell":
-            publish(status, channel, parent)
-
-    kernel._publish_status = publish_idle
 
 
 def _install_pager(shell: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]  # ipyparallel is not type
     def redirect_output(self, iopub_socket: Any) -> None:
         """Install the rank's side of nbdist at the last step of ipyparallel's registration."""
         super().redirect_output(iopub_socket)
+        self.log.setLevel(logging.ERROR)  # traitlets filters at the handler only: each request would make five records
         from nbdist.engine import control
 
         follow_descriptors(

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from nbdist.engine.saving import checkpoint, shards
 from nbdist.engine.saving.checkpoint import load_checkpoint, save_checkpoint
 from nbdist.engine.strategies.parallel import parallelize, unwrap
+from nbdist.engine.telemetry.recorder import recorder
 from nbdist.engine.world import meeting
 from nbdist.errors import WorldError
 from tests.training.models import adamw, apart, loss_fn, net, samples, sgd, share, weights
@@ -220,7 +221,7 @@ def test_a_call_by_one_rank_only_ends_in_one_sentence_and_the_next_call_works(ra
                 save_checkpoint(folder, model=net())
             seconds, message = time.monotonic() - began, str(caught.value)
         else:
-            meeting.cell_ended()
+            meeting.cell_ended(recorder.cell)
         dist.barrier()
         path = save_checkpoint(folder, model=net(), step=1).result(30)
         return seconds, message, path.name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import functools
 import os
@@ -18,9 +19,10 @@ import ipykernel.compiler
 from torch.distributed.distributed_c10d import is_initialized
 from torch.utils.data import _utils as loaders
 
-from nbdist.engine.cells import gate, loops
+from nbdist.engine.cells import gate, loops, outputs
 from nbdist.engine.cells.explain import explain, from_transport
 from nbdist.engine.telemetry import meters
+from nbdist.engine.telemetry.recorder import recorder
 from nbdist.engine.world import meeting, process_group
 from nbdist.records import RankError, to_wire
 
@@ -57,7 +59,7 @@ def run(source: str, label: int, run_name: str) -> dict[str, Any]:
     -------
     dict
         ``error``: a RankError on the wire, or None; ``seconds``; ``progress``: the counters of each group;
-        ``in_group``: whether there still is a process group.
+        ``in_group``: whether there still is a process group; ``outputs``: how many messages it has published.
     """
     global CELL, LAST_BEGAN_NS
     shell, process = _shell(), os.getpid()
@@ -66,6 +68,7 @@ def run(source: str, label: int, run_name: str) -> dict[str, Any]:
     )
     LAST_BEGAN_NS = cell.began_ns
     signal.signal(signal.SIGINT, _on_sigint)  # a cell before may have put its own handler there
+    outputs.begin(shell.kernel)
     shell.execution_count = label
     meters.begin_cell(run_name)
     try:
@@ -87,13 +90,15 @@ def run(source: str, label: int, run_name: str) -> dict[str, Any]:
         error = cell.error
         meters.end_cell("done" if error is None else "stopped" if error.released is not None else "failed")
         meters.flush()
-        meeting.cell_ended()
+        # after the reply: writing to the store takes a tenth of a short cell
+        asyncio.get_running_loop().call_soon(meeting.cell_ended, recorder.cell)
         loaders.MP_STATUS_CHECK_INTERVAL = LOADER_PATIENCE_S
     return {
         "error": to_wire(error) if error is not None else None,
         "seconds": time.monotonic() - cell.began,
         "progress": process_group.progress(),
         "in_group": is_initialized(),
+        "outputs": outputs.sent(),
     }
 
 

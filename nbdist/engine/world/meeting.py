@@ -145,13 +145,10 @@ def meet(
     return meeting
 
 
-def cell_ended() -> None:
-    """Note for the others that this rank's cell has ended: whatever they wait for will not come from it any more.
-
-    Called by the cell runner, after each cell.
-    """
+def cell_ended(cell: str) -> None:
+    """Note for the others that this rank's cell has ended: whatever they wait for will not come from it any more."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        c10d._get_default_store().set(f"nbdist/ended/{dist.get_rank()}", recorder.cell)
+        c10d._get_default_store().set(f"nbdist/ended/{dist.get_rank()}", cell)
 
 
 def named(ranks: Iterable[int]) -> str:
