@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Cell", "CellSyntaxError", "adopt", "check_syntax", "run", "train"]
 
 TICK_S = 0.05
+TICK_HOLDING_S = 0.01  # while lines wait for those of other ranks
 WATCH_AFTER_S = 1.0
 SHOW_FIRST_S = 1.0  # after which an error is told although the cell has not ended
 REMEMBERED = 512  # requests whose late output is still shown under their cell
@@ -191,7 +192,7 @@ class Cell:
         return self
 
     def _step(self) -> None:
-        self._take(TICK_S)
+        self._take(TICK_HOLDING_S if self.output.holds_lines else TICK_S)
         now = time.monotonic()
         self.output.flush(now)
         if self._watch is None and now - self.began > WATCH_AFTER_S:

@@ -19,6 +19,8 @@ from nbdist.ranks import spell
 __all__ = ["Output"]
 
 HOLD_S = 0.25  # how long a rank's line waits for the other ranks to print the same
+HOLD_ALONE_S = 0.03  # the same for a rank of which the last lines were its own
+ALONE_AFTER = 2  # lines
 PARTIAL_S = 0.5  # after which an unfinished line is shown as it is
 LIVE_S = 0.2  # between two updates of the progress lines
 HEAD_LINES = 1000
@@ -64,11 +66,18 @@ class _Screen:
     def live(self) -> bool:
         return self.shown or len(self.rows) > 1 or self.rows[0].overwritten
 
+    def take_plain(self, text: str) -> str | None:
+        """Take text that is lines and nothing else; give the whole ones. None: it has to be fed."""
+        if self.live or self.returned or CONTROL.search(text.replace("\n", "")):
+            return None
+        whole, newline, self.rows[0].text = (self.rows[0].text + text).rpartition("\n")
+        return whole + newline
+
     def feed(self, text: str) -> Iterator[tuple[str, bool]]:
         """Take text; give each line that will change no more, and whether it was shown as a live one."""
-        if not self.live and not self.returned and not CONTROL.search(text.replace("\n", "")):
-            *lines, self.rows[0].text = (self.rows[0].text + text).split("\n")
-            yield from ((line, False) for line in lines)
+        plain = self.take_plain(text)
+        if plain is not None:
+            yield from ((line, False) for line in plain.split("\n")[:-1])
             return
         for token in CONTROL.split(text):
             if not token:
@@ -122,6 +131,7 @@ class _Rank:
     screens: dict[str, _Screen] = field(default_factory=dict)
     emitted: int = 0
     emitted_bytes: int = 0
+    alone: int = 0  # how many of its lines in a row no other rank had
     done: bool = False
     overflowed: bool = False
     history: list[str] = field(default_factory=list)  # all lines until the overflow
@@ -189,8 +199,12 @@ class Output:
 
     def _text(self, rank: int, state: _Rank, stream: str, text: str, now: float) -> None:
         screen = state.screens.setdefault(stream, _Screen())
-        for line, live in screen.feed(text):
-            self._line(rank, state, stream, line, live, now)
+        plain = screen.take_plain(text) if state.overflowed else None
+        if plain:  # a flood: not line by line
+            self._leave_out(state, plain)
+        elif plain is None:
+            for line, live in screen.feed(text):
+                self._line(rank, state, stream, line, live, now)
         if screen.live:
             self.live_dirty = True
         elif not screen.rows[0].text:
@@ -208,12 +222,12 @@ class Output:
                 return
             self.live_done.append((rank, line))
             del self.live_done[:-MOST_LIVE_LINES]
-        if not state.overflowed:
-            state.history.append(f"{line}\n")
-        elif live:
-            self._keep(state, f"{line}\n")
-        else:
+        if state.overflowed and not live:
             self._leave_out(state, f"{line}\n")
+        elif state.file is not None:
+            self._keep(state, f"{line}\n")
+        elif not state.overflowed:
+            state.history.append(f"{line}\n")
         if not live and not state.overflowed:
             key = f"{stream}\n{line}"
             state.items.append(_Item(key=key, stream=stream, text=line, at=now))
@@ -236,6 +250,11 @@ class Output:
         for item in state.items:  # not on the page yet
             if item.bundle is not None and theirs and _display_id(item.bundle) == theirs:
                 item.bundle = {**item.bundle, "data": content["data"], "metadata": content.get("metadata", {})}
+
+    @property
+    def holds_lines(self) -> bool:
+        """Whether lines wait for other ranks to print the same."""
+        return any(state.items for state in self.ranks.values())
 
     # -- what goes out -----------------------------------------------------------------------------------------------
 
@@ -262,6 +281,8 @@ class Output:
                 self._emit(chunk, stream)
                 stream = item.stream
             chunk.append(_labelled(ranks, item.text, LONG_LINE))
+            if len(item.text) > LONG_LINE:
+                self._write_down(ranks)
             full = self._full(ranks, len(chunk[-1]))
             if full:
                 self._emit(chunk, stream)
@@ -278,13 +299,15 @@ class Output:
             if not heads:
                 return
             silent = [s for rank, s in self.ranks.items() if rank not in heads and not s.done and not s.overflowed]
-            oldest = min(item.at for item in heads.values())
-            if self.mode == "fold" and silent and now - oldest < hold:
-                return
             rank, ranks = self._choose(heads)
             item = heads[rank]
+            if self.mode == "fold" and silent:
+                alone = min(self.ranks[r].alone for r in ranks) >= ALONE_AFTER
+                if now - item.at < (min(hold, HOLD_ALONE_S) if alone else hold):
+                    return
             for r in ranks:
                 state = self.ranks[r]
+                state.alone = state.alone + 1 if len(ranks) == 1 else 0
                 state.items.popleft()
                 state.emitted += 1
                 state.keys[item.key] -= 1
@@ -370,22 +393,30 @@ class Output:
 
     def _overflow(self, ranks: Sequence[int]) -> None:
         """From here on the lines of these ranks go to files; the last ones are shown at the end."""
+        self._write_down(ranks)
         for rank in ranks:
             state = self.ranks[rank]
             if not any(s.overflowed for s in self.ranks.values()):
                 self.page.write(f"… more output than the page takes; all of it is written to {self.log}\n", "stderr")
             state.overflowed = True
+            pending = "".join(f"{item.text}\n" for item in state.items if item.text is not None)
+            state.items.clear()
+            state.keys.clear()
+            self._leave_out(state, pending, keep=False)
+
+    def _write_down(self, ranks: Sequence[int]) -> None:
+        """Write all that these ranks have said to files, and all that they will say."""
+        for rank in ranks:
+            state = self.ranks[rank]
+            if state.file is not None or state.overflowed:
+                continue
             try:
                 self.log.mkdir(parents=True, exist_ok=True, mode=0o700)
                 state.file = open(self.log / f"rank-{rank}.txt", "w", encoding="utf-8", errors="replace")  # noqa: SIM115
                 state.file.writelines(state.history)
             except OSError as error:
                 self._warn(error)
-            pending = "".join(f"{item.text}\n" for item in state.items if item.text is not None)
             state.history.clear()
-            state.items.clear()
-            state.keys.clear()
-            self._leave_out(state, pending, keep=False)
 
     def _leave_out(self, state: _Rank, text: str, keep: bool = True) -> None:
         state.left_out += text.count("\n")
@@ -410,26 +441,28 @@ class Output:
             self.page.write(f"nbdist: the full output cannot be written to {self.log}: {error.strerror}\n", "stderr")
 
     def _show_tail(self) -> None:
-        overflowed = {rank: state for rank, state in self.ranks.items() if state.overflowed}
-        if not overflowed:
-            return
         left_out = 0
         tails = []
-        for rank, state in overflowed.items():
+        for rank, state in self.ranks.items():
+            if state.file is not None:
+                try:
+                    state.file.close()
+                except OSError as error:
+                    self._warn(error)
+            if not state.overflowed:
+                continue
             text = "".join(state.tail)[-TAIL_BYTES:]
             lines = text.splitlines()
             if len(text) == TAIL_BYTES and len(lines) > 1:
                 lines = lines[1:]  # the first one is cut
             left_out += max(0, state.left_out - len(lines))
             tails += [_labelled((rank,), line, LONG_LINE) for line in lines]
-            if state.file is not None:
-                try:
-                    state.file.close()
-                except OSError as error:
-                    self._warn(error)
             state.tail.clear()
-        self.page.write(f"… {left_out:,} lines left out; full text in {self.log}\n", "stderr")
-        self.page.write("".join(tails))
+        if any(state.overflowed for state in self.ranks.values()):
+            self.page.write(f"… {left_out:,} lines left out; full text in {self.log}\n", "stderr")
+            self.page.write("".join(tails))
+        elif any(state.file is not None for state in self.ranks.values()):
+            self.page.write(f"… long lines were cut; full text in {self.log}\n", "stderr")
 
 
 def _display_id(content: dict[str, Any]) -> str:

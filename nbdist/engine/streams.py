@@ -24,7 +24,7 @@ class RankStream(OutStream):
     rate that the notebook can take, since every queue on the way there is unbounded.
     """
 
-    flush_interval = 0.05
+    flush_interval = 0.02
 
     def __init__(self, session: Any, pub_thread: Any, name: str) -> None:
         super().__init__(session, pub_thread, name, watchfd=False)  # type: ignore[no-untyped-call]

@@ -455,11 +455,39 @@ def test_no_file_is_made_for_what_fits_on_the_page(two: Ranks, tmp_path: Path) -
     assert not (tmp_path / "log").exists()
 
 
-def test_a_very_long_line_is_cut_and_its_length_told(two: Ranks) -> None:
-    two.say((0, 1), "x" * 1_000_000 + "\n")
-    (line,) = two.end()
-    assert len(line) < 10_000
-    assert "(1,000,000 characters)" in line
+def test_a_very_long_line_is_cut_and_its_length_told_and_is_whole_in_the_log(two: Ranks) -> None:
+    two.say((0, 1), "first\n" + "x" * 1_000_000 + "\n")
+    two.wait(0.0)
+    two.say((0, 1), "last\n")
+    first, long, last, told = two.end()
+    assert (first, last) == ("[0-1] first", "[0-1] last")
+    assert len(long) < 10_000
+    assert "(1,000,000 characters)" in long
+    assert told == f"… long lines were cut; full text in {two.output.log}"
+    for rank in (0, 1):
+        text = (two.output.log / f"rank-{rank}.txt").read_text()
+        assert text == "first\n" + "x" * 1_000_000 + "\nlast\n"
+
+
+def test_lines_that_differ_on_every_rank_do_not_wait_long_for_each_other(two: Ranks) -> None:
+    for step in range(3):
+        two.say(0, f"a{step}\n")
+        two.wait(0.3)
+    two.say(0, "a3\n")
+    assert two.wait(0.0)[-1] == "[0] a2"
+    assert two.wait(0.04)[-1] == "[0] a3"
+
+
+def test_a_line_that_all_print_makes_ranks_wait_for_each_other_again(two: Ranks) -> None:
+    for step in range(3):
+        two.say(0, f"a{step}\n")
+        two.wait(0.3)
+    two.say((0, 1), "all\n")
+    two.wait(0.0)
+    two.say(0, "again\n")
+    assert two.wait(0.1)[-1] == "[0-1] all"
+    two.say(1, "again\n")
+    assert two.wait(0.0)[-1] == "[0-1] again"
 
 
 def test_unequal_values_are_shown_with_at_most_2_kb_each(two: Ranks) -> None:
