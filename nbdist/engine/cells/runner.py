@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import functools
 import os
 import signal
@@ -121,6 +122,8 @@ def install() -> None:
     warnings.filterwarnings("ignore", message="To exit: use", category=UserWarning)
     # IPython 9 would write each traceback down for %notebook: a second formatting, which keeps the frames it has seen
     shell._format_exception_for_storage = lambda *args, **kwargs: {}
+    # and all that a cell prints, in memory until the cell ends
+    shell._tee = lambda channel: contextlib.nullcontext()
     plain_traceback = shell.showtraceback
 
     def showtraceback(*args: Any, **kwargs: Any) -> None:
