@@ -118,7 +118,7 @@ def judge(facts: Sequence[dict[str, Any]], skews: Sequence[float], backend: str)
         if skew > SKEW_S:
             text = f"host {host}: its clock differs by at least {skew:.1f} s"
             findings.append(
-                Finding(ok=False, text=text, fix="start chrony or ntpd there; times in plots are off by that")
+                Finding(ok=False, text=text, fix="start chrony or ntpd there; times in plots are corrected by that")
             )
     return findings
 

@@ -1,4 +1,16 @@
-"""ipyparallel's client, with what nbdist needs of it: output that outlives its request, and control requests."""
+"""ipyparallel's client, with what nbdist needs of it: output that outlives its request, and control requests.
+
+One request, one reply and one stream of records for each rank is measured to hold for 64 engines and for the records of
+256 ranks (``python -m tests.benchmarks scale``): time grows about as the number of ranks does. For a thousand the
+notebook would do what its hosts can do for it, and the places for that are these:
+
+- a cell goes once to each host: ``submit_all`` sends to the first rank of a host, which hands the source on to its
+  neighbours (a tree of two levels; ipyparallel's broadcast scheduler with a depth of log2(hosts) is the same by hand);
+- equal replies are folded there, so that a cell's replies are as many as hosts, and more only where ranks differ;
+- records of a host go through its link, which sums up per step what the panel draws (mean, low, high, the slowest rank)
+  and writes the single records to a file beside it, fetched when ``to_frame`` asks for them;
+- the group is formed in a tree too: the store's keys of 1,024 ranks are read through one relay a host.
+"""
 
 from __future__ import annotations
 

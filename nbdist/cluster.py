@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist import ranks as rank_sets
 from nbdist.errors import ClusterError
-from nbdist.hosts import Hosts
+from nbdist.hosts import Hosts, offer
 from nbdist.report import describe_end
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ __all__ = ["Cluster", "active"]
 _active: Cluster | None = None
 
 BACKENDS = ("auto", "nccl", "gloo")
+LATE_S = 30.0  # for the ranks of those hosts that have come, when the others' time is over
 
 
 def active() -> Cluster | None:
@@ -72,6 +73,8 @@ class Cluster:
         Leave the cluster running when this process ends.
     oversubscribe : bool
         Allow more than four ranks per core.
+    min_ranks : int, optional
+        Go on with so many ranks where some do not come; by default the start fails then and says which.
     options : dict, optional
         What the profile's launcher takes: ``{"hosts": "gpu1:8,gpu2:8"}``, ``{"nodes": 4, "partition": "gpu"}``.
 
@@ -94,6 +97,7 @@ class Cluster:
         name: str = "",
         repair: str = "ask",
         oversubscribe: bool = False,
+        min_ranks: int | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         from nbdist.host import check_size, visible_gpus
@@ -102,6 +106,8 @@ class Cluster:
             raise ValueError(f"backend {backend!r}: choose one of {', '.join(BACKENDS)}.")
         if repair not in ("ask", "auto"):
             raise ValueError(f"repair {repair!r}: choose auto or ask.")
+        if min_ranks is not None and not 1 <= min_ranks <= (n or min_ranks):
+            raise ValueError(f"--min {min_ranks}: at least 1{f' and at most {n}' if n else ''}.")
         gpus = visible_gpus()
         self._asked = n
         self.options = dict(options or {})
@@ -125,6 +131,7 @@ class Cluster:
         self.name = name
         self.repair_mode = repair
         self.oversubscribe = oversubscribe
+        self.min_ranks = min_ranks
         self.deaths: dict[int, dict[str, Any]] = {}  # engine id -> what the agent reported
         self.cell: Cell | None = None  # the cell that runs now
         self.seconds_to_ready = 0.0
@@ -192,8 +199,11 @@ class Cluster:
         for notice in notices(self.backend, self.n):
             self._page.write(f"nbdist: {notice}\n", "stderr")
         tell("starting the controller")
-        self.run_dir = Path(tempfile.mkdtemp(prefix="nbdist-"))
-        (self.run_dir / "log").mkdir()
+        try:
+            self.run_dir = Path(tempfile.mkdtemp(prefix="nbdist-"))
+            (self.run_dir / "log").mkdir()
+        except OSError as error:
+            raise ClusterError(f"No room for temporary files: {error.strerror}. Make some, or set TMPDIR.") from None
         processes = self._processes = Launched(
             self.run_dir,
             profile=self.profile,
@@ -223,7 +233,7 @@ class Cluster:
         from nbdist.telemetry import Telemetry
 
         info = processes.connection_info(deadline)
-        self._telemetry = Telemetry(self.n, log_dir=self.log_dir("runs"))
+        self._telemetry = Telemetry(self.n, log_dir=self.log_dir("runs"), behind=self.hosts.behind)
         with quiet_session():
             client = self._client = RankClient(info, timeout=max(1.0, deadline - time.monotonic()))
         client.route = self._route
@@ -321,13 +331,13 @@ class Cluster:
         told, stage = 0, ""
         with self._changed:
             while len(self._client.ids) < self.n:
-                if self.deaths:
+                if self.deaths and not self.hosts.make_do_without_the_dead():
                     engine, death = next(iter(self.deaths.items()))
                     raise ClusterError(
                         f"{len(self._client.ids)} of {self.n} engines registered; engine {engine} "
-                        f"{describe_end(death)}.{_indent(death.get('stderr', ''))}"
+                        f"{describe_end(death)}.{offer(self.n - len(self.deaths))}{_indent(death.get('stderr', ''))}"
                     )
-                if self.hosts.failure:
+                if self.hosts.failure and not self.hosts.make_do_with_those_that_came():
                     raise ClusterError(self.hosts.failure.strip())
                 if self._agent_end is not None:
                     log = self.run_dir / "log" / "agent.log"
@@ -340,13 +350,15 @@ class Cluster:
                 if self._controller_end is not None:
                     raise ClusterError(f"The controller ended while the engines were starting.{log_tail(self.run_dir)}")
                 left = deadline - time.monotonic()
-                if left <= 0:
+                if left <= 0 and self.hosts.make_do_with_those_that_came():
+                    deadline += LATE_S
+                elif left <= 0:
                     raise ClusterError(
                         f"{len(self._client.ids)} of {self.n} engines registered in {self._processes.timeout:g} s"
-                        f"{f' ({self.hosts.stage})' if self.hosts.stage else ''}. "
+                        f"{f' ({self.hosts.stage})' if self.hosts.stage else ''}. {self.hosts.who_is_missing()}"
                         f"Give more with %cluster start --timeout.{log_tail(self.run_dir)}"
                     )
-                self._changed.wait(min(left, 0.1))
+                self._changed.wait(max(0.0, min(left, 0.1)))
                 if self.hosts.stage != stage:
                     stage = self.hosts.stage
                     tell(stage)

@@ -143,10 +143,11 @@ class Switchboard:
             pinging = self._of(sender)
             if pinging is not None:
                 pinging.heard = time.monotonic()
-                self._send(sender, {"op": "pong"})
-            elif line.get("greeted"):
+            if pinging is None and line.get("greeted"):
                 # it was given up for lost meanwhile, and what it ran has been replaced
                 self._send(sender, {"op": "bye"})
+            else:
+                self._send(sender, {"op": "pong", "sent": line.get("sent", 0.0), "time": time.time()})
         else:
             meant = self.nodes.get(line.get("node", 0))
             if meant is not None:
@@ -184,7 +185,9 @@ class Switchboard:
         if node is None:
             return
         node.heard = time.monotonic()
-        if kind == "forked":
+        if kind == "clock":
+            node.hello |= {"ahead": event["ahead"]}  # for a notebook that comes later
+        elif kind == "forked":
             node.engines[event["pid"]] = event
         elif kind == "exited":
             node.engines.pop(event["pid"], None)

@@ -8,12 +8,14 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from nbdist.report import describe_end
+
 if TYPE_CHECKING:
     from nbdist.client import RankClient
     from nbdist.cluster import Cluster
     from nbdist.records import RankInfo
 
-__all__ = ["Hosts"]
+__all__ = ["Hosts", "offer"]
 
 TAIL_S = 3.0
 
@@ -29,8 +31,10 @@ class Hosts:
         self.nodes: dict[int, int] = {}  # engine id -> number of its host
         self.local_ranks: dict[int, int] = {}  # engine id -> its number on the host, as its agent counts
         self.hellos: dict[int, dict[str, Any]] = {}  # number of a host -> what it said of itself
+        self.ahead: dict[int, float] = {}  # number of a host -> how far the exchange's clock is ahead of it, in seconds
         self.stage = ""  # what is waited for: a job in a queue
         self.failure = ""  # why the engines will not come up
+        self.missing = ""  # hosts that will not come, where the others can go on
 
     @property
     def gpus(self) -> int:
@@ -47,10 +51,15 @@ class Hosts:
             self.hellos[event["node"]] = dict(event)
             if event["folder_missing"]:
                 self._tell(f"host {event['host']} does not have this notebook's folder: its ranks work elsewhere.")
+            self.ahead[event["node"]] = event.get("ahead", 0.0)
+        elif kind == "clock":
+            self.ahead[event["node"]] = event["ahead"]
         elif kind == "state":
             self.stage = event["text"]
+        elif kind == "limit":
+            self._cluster.telemetry.ends = event["ends"]
         elif kind == "failed":
-            self.failure = event["text"]
+            self.failure, self.missing = event["text"], event.get("missing", "")
         elif kind == "notice":
             self._tell(event["text"])
         elif kind == "tail":
@@ -59,6 +68,48 @@ class Hosts:
                 self._came.notify_all()
         elif kind == "lost":
             self._lose(event)
+
+    def behind(self, rank: int) -> float:
+        """How far the clock of a rank's host is behind the notebook's, in seconds."""
+        world, processes = self._cluster._world, self._cluster._processes
+        if not self.ahead or processes is None or world is None or not 0 <= rank < world.size:
+            return 0.0
+        return self.ahead.get(self.nodes.get(world.engines[rank], 0), 0.0) - processes.skew
+
+    def make_do_without_the_dead(self) -> bool:
+        """Go on without engines that ended while they started, where enough are left; give whether that is so."""
+        cluster = self._cluster
+        left = cluster.n - len(cluster.deaths)
+        if not cluster.min_ranks or left < cluster.min_ranks:
+            return False
+        ends = "; ".join(f"engine {engine} {describe_end(death)}" for engine, death in cluster.deaths.items())
+        self._tell(f"{ends}. Going on with {left} of {cluster.n} ranks.")
+        cluster._retired.update(cluster.deaths)
+        cluster.deaths.clear()
+        cluster.n = left
+        return True
+
+    def make_do_with_those_that_came(self) -> bool:
+        """Go on without hosts that do not come, where enough have; give whether that is so."""
+        cluster = self._cluster
+        if not cluster.min_ranks or cluster._processes is None or (self.failure and not self.missing):
+            return False
+        missing = self.missing or self.who_is_missing()
+        left = cluster._processes.go_on(cluster.min_ranks)
+        if not left:
+            return False
+        self._tell(f"Going on with {left} of {cluster.n} ranks.\n{missing.rstrip()}")
+        self.failure = self.missing = ""
+        cluster.n = left
+        return True
+
+    def who_is_missing(self) -> str:
+        """Name the hosts that have come where others have not; nothing where it is one host, or all have come."""
+        came = [hello["host"] for hello in self.hellos.values()]
+        processes = self._cluster._processes
+        if processes is None or processes.one_host or not came:
+            return ""
+        return f"Of the hosts only {', '.join(came)} came. "
 
     def is_here(self, engine: int, pid: int, event: Mapping[str, Any]) -> bool:
         """Whether a report about a process is about this engine: process ids repeat from host to host."""
@@ -114,6 +165,11 @@ class Hosts:
         cluster = self._cluster
         if cluster._page is not None and not cluster._stopping:
             cluster._page.write(f"nbdist: {text}\n", "stderr")
+
+
+def offer(left: int) -> str:
+    """Say how to go on with those that came."""
+    return f" Go on with {left}: %cluster start … --min {left}." if left > 0 else ""
 
 
 def forget(client: RankClient, engines: list[int]) -> None:

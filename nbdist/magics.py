@@ -48,6 +48,7 @@ def _cluster_parser() -> _Parser:
     start.add_argument("--name", default="")
     start.add_argument("--repair", default="ask", choices=("auto", "ask"))
     start.add_argument("--oversubscribe", action="store_true")
+    start.add_argument("--min", type=int, dest="min_ranks", metavar="K")
     start.add_argument("--dry-run", action="store_true")
     launch.add_options(start)
     for name in ("status", "stop", "interrupt", "check"):

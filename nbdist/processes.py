@@ -44,6 +44,10 @@ class Processes(Protocol):
     n: int
     timeout: float
 
+    @property
+    def skew(self) -> float:
+        """How far the clock of the controller's host is ahead of the notebook's, in seconds."""
+
     def connection_info(self, deadline: float) -> dict[str, Any]:
         """Give what a client needs to connect."""
 
@@ -55,6 +59,9 @@ class Processes(Protocol):
 
     def revive(self, node: int) -> None:
         """Start the agent of a host again that was lost."""
+
+    def go_on(self, at_least: int) -> int:
+        """Make do with the hosts that have come; give how many ranks they take, or 0 where that is too few."""
 
     def abandon(self) -> None:
         """End what is left after the controller or the agent has gone; returns at once."""
@@ -151,6 +158,10 @@ class Launched:
         cluster.engine_set.on_stop(on_agent_end)
 
     @property
+    def skew(self) -> float:
+        return 0.0  # the same host
+
+    @property
     def controller(self) -> psutil.Process:
         """The controller's process."""
         process: psutil.Process = self._cluster.controller.process
@@ -172,6 +183,13 @@ class Launched:
         if self.one_host:
             raise ClusterError("The node agent ended, and with it every rank. %cluster start begins anew.")
         self._cluster.engine_set.revive(node)
+
+    def go_on(self, at_least: int) -> int:
+        if self.one_host:
+            return 0
+        left: int = self._cluster.engine_set.go_on(at_least)
+        self.n = left or self.n
+        return left
 
     def abandon(self) -> None:
         cluster = self._cluster
@@ -272,6 +290,10 @@ class Found:
         else:
             self._line = ExchangeLine(address, self._follow(on_agent, on_agent_end))
 
+    @property
+    def skew(self) -> float:
+        return self._line.skew.seconds if isinstance(self._line, ExchangeLine) else 0.0
+
     def connection_info(self, deadline: float) -> dict[str, Any]:
         if self._client is not None:
             return dict(self._client)
@@ -289,6 +311,9 @@ class Found:
 
     def revive(self, node: int) -> None:
         raise ClusterError("A lost host can be started again only by the notebook that started the cluster.")
+
+    def go_on(self, at_least: int) -> int:
+        return 0
 
     def _follow(self, on_agent: Listener, on_agent_end: Listener) -> Listener:
         def follow(event: dict[str, Any]) -> None:

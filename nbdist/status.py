@@ -10,6 +10,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from nbdist.report import describe_end
+from nbdist.telemetry import time_left
 
 if TYPE_CHECKING:
     from nbdist.cluster import Cluster
@@ -38,17 +39,21 @@ class RankStatus:
 class Status(tuple[RankStatus, ...]):
     """The table of ``%cluster status``."""
 
+    note = ""  # a line below it
+
     def __str__(self) -> str:
         rows = [("rank", "host", "device", "pid", "memory", "threads", "state"), *map(_cells, self)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*lines, self.note] if self.note else lines)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{name}</th>" for name in ("rank", "host", "device", "pid", "memory", "threads", "state"))
         body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in _cells(row)) + "</tr>" for row in self)
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        note = f"<p>{escape(self.note)}</p>" if self.note else ""
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}"
 
 
 def ask(cluster: Cluster) -> Status:
@@ -77,7 +82,10 @@ def ask(cluster: Cluster) -> Status:
                 threads=info.threads,
             )
         )
-    return Status(rows)
+    status = Status(rows)
+    if cluster.telemetry.ends:
+        status.note = f"The job's time limit ends in {time_left(cluster.telemetry.ends)}."
+    return status
 
 
 def describe(reply: dict[str, Any]) -> str:

@@ -34,6 +34,8 @@ class Telemetry:
         Ranks that are expected to report each step.
     log_dir
         Folder of the run logs, `<run>.jsonl`; None writes none.
+    behind
+        Gives for a rank how many seconds its host's clock is behind the notebook's: its times are corrected by that.
 
     Attributes
     ----------
@@ -43,6 +45,8 @@ class Telemetry:
         Hold it to read several curves at one moment.
     version
         Grows with every change, so that a reader sees cheaply whether there is anything new.
+    ends
+        When the time limit of the job ends that the ranks run in, as seconds since 1970; 0 without one.
 
     Examples
     --------
@@ -50,10 +54,14 @@ class Telemetry:
     >>> frame[frame["rank"] == 0].plot(x="step", y="loss")
     """
 
-    def __init__(self, world_size: int, log_dir: Path | None = None) -> None:
+    def __init__(
+        self, world_size: int, log_dir: Path | None = None, behind: Callable[[int], float] = lambda rank: 0.0
+    ) -> None:
         self.world_size = world_size
         self.version = 0
         self.closed = False
+        self.ends = 0.0
+        self._behind = behind
         self.lock = threading.RLock()
         self._runs: dict[str, Run] = {}
         self._names: list[str] = []
@@ -134,11 +142,12 @@ class Telemetry:
     def replay(self, folder: Path) -> None:
         """Take what an earlier notebook wrote of this cluster's runs, without writing it again."""
         log, self._log = self._log, None
+        behind, self._behind = self._behind, lambda rank: 0.0  # it was corrected before it was written
         try:
             for payload in read_runs(folder):
                 self.receive(payload)
         finally:
-            self._log = log
+            self._log, self._behind = log, behind
 
     def poll(self) -> None:
         """Close steps and runs for which some ranks' reports are overdue."""
@@ -211,7 +220,8 @@ class Telemetry:
         return "\n".join(line.rstrip() for line in lines)
 
     def _take_event(self, event: Mapping[str, Any], now: float) -> None:
-        name, rank, when = str(event["run"]), int(event["rank"]), float(event["time"])
+        name, rank = str(event["run"]), int(event["rank"])
+        when = float(event["time"]) + self._behind(rank)
         world_size = int(event.get("world_size") or self.world_size)
         if event["kind"] == "begin":
             run = self._run(name, world_size, when)
@@ -228,7 +238,7 @@ class Telemetry:
         else:
             raise ValueError(f"no event of kind {event['kind']!r}")
         if self._log is not None:
-            self._log.put(name, {**event, "event": event["kind"], "kind": "event"})
+            self._log.put(name, {**event, "time": when, "event": event["kind"], "kind": "event"})
 
     def _take_steps(self, payload: Mapping[str, Any], now: float) -> None:
         self.dropped += int(payload.get("dropped") or 0)
@@ -239,7 +249,8 @@ class Telemetry:
                 self._reject(record, error)
 
     def _take_step(self, record: Mapping[str, Any], now: float) -> None:
-        name, step, rank, when = str(record["run"]), int(record["step"]), int(record["rank"]), float(record["time"])
+        name, step, rank = str(record["run"]), int(record["step"]), int(record["rank"])
+        when = float(record["time"]) + self._behind(rank)
         if not (0 <= rank < 2**31 and abs(step) < 2**63):
             raise ValueError(f"no rank {rank} or step {step}")
         own = {str(k): float(v) for k, v in (record.get("values") or {}).items() if isinstance(v, (int, float))}
@@ -268,7 +279,7 @@ class Telemetry:
             now,
         )
         if self._log is not None:
-            self._log.put(name, {"kind": "step", **record})
+            self._log.put(name, {"kind": "step", **record, "time": when})
 
     def _put(self, name: str, row: int, value: float) -> None:
         column = self._sparse.get(name)
@@ -320,3 +331,14 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def time_left(ends: float) -> str:
+    """The time until a job's end: 3 h 12 min, 12 min, 90 s; nothing without a limit."""
+    if not ends:
+        return ""
+    seconds = max(0, round(ends - time.time()))
+    if seconds < 120:
+        return f"{seconds} s"
+    hours, minutes = divmod(seconds // 60, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nbdist.runs import Run
-from nbdist.telemetry import Telemetry, duration
+from nbdist.telemetry import Telemetry, duration, time_left
 
 __all__ = ["Chip", "Frame", "Frames", "head"]
 
@@ -65,17 +65,19 @@ def _curves(run: Run | None) -> list[tuple[str, Any]]:
     return [] if run is None else list(run.curves.items())[:DRAWN]
 
 
-def head(run: Run | None, chips: Sequence[Chip]) -> dict[str, Any]:
-    """The panel's text: progress, numbers, and one line about what is going on."""
+def head(run: Run | None, chips: Sequence[Chip], ends: float = 0.0) -> dict[str, Any]:
+    """The panel's text: progress, numbers, one line about what is going on, the time until the job `ends`."""
+    limit = [f"job ends in: {time_left(ends)}"] if ends else []
     if run is None:
-        return {"run": None, "status": "No run yet. %train, or a loop over nbdist.track(loader), is drawn here."}
+        status = "No run yet. %train, or a loop over nbdist.track(loader), is drawn here."
+        return {"run": None, "status": status, "facts": limit}
     state = {
         "run": run.name,
         "step": run.step,
         "steps": run.steps,
         "total": run.total,
         "ended": run.ended is not None,
-        "facts": [f"{k}: {v}" for k, v in _facts(run)],
+        "facts": [*(f"{k}: {v}" for k, v in _facts(run)), *limit],
         "note": run.note,
     }
     if run.ended is not None:

@@ -92,7 +92,7 @@ class PanelWidget(anywidget.AnyWidget):
                 return False
             whole = True
         state = {
-            "head": head(run, chips),
+            "head": head(run, chips, self._telemetry.ends),
             "chips": [list(chip) for chip in chips],
             "runs": [r.name for r in self._telemetry.runs[-50:]],
             "running": running,

@@ -35,10 +35,12 @@ import zmq
 
 from nbdist import host
 from nbdist.channel import LINE, ExchangeAddress, connect, local_address, reachable
+from nbdist.skew import Skew
 
 __all__ = ["Link", "run"]
 
 PING_S = 1.0
+SKEW_S = 0.01  # a difference of clocks that has changed by so much is reported
 ORPHANED_AFTER_S = 60.0  # a notebook's host that only sleeps must not cost the ranks' state
 CONNECT_S = 10.0
 END_S = 3.0
@@ -67,6 +69,7 @@ class Link:
         self._tell_agent({"prepare": int(first["prepare"])})
         self._socket: zmq.Socket[Any] | None = None
         self.at_end: Callable[[], object] = lambda: None  # what has to be done first: a scheduler gives little time
+        self._skew, self._told_skew = Skew(), 0.0
         self._exchange: dict[str, Any] = {}
         self._rest = b""
         self._why = ""
@@ -133,7 +136,7 @@ class Link:
                 self._why = "the launcher has ended"
             if now - pinged >= PING_S:
                 pinged = now
-                self._send(op="ping", greeted=True)
+                self._send(op="ping", greeted=True, sent=time.time())
             if now - heard > ORPHANED_AFTER_S:
                 self._why = f"the controller has not answered for {ORPHANED_AFTER_S:g} s"
         self.end()
@@ -173,8 +176,18 @@ class Link:
                     self._why = "the cluster has ended"
                 elif command["op"] == "start":
                     self._start(command)
-                elif command["op"] != "pong":
+                elif command["op"] == "pong":
+                    self._compare_clocks(command)
+                else:
                     self._tell_agent(command)
+
+    def _compare_clocks(self, pong: dict[str, Any]) -> None:
+        """Tell the notebook how far its side's clock is ahead of this host's, when that has changed."""
+        self._skew.add(pong["sent"], pong["time"], time.time())
+        ahead = self._skew.seconds
+        if abs(ahead - self._told_skew) > SKEW_S:
+            self._told_skew = ahead
+            self._send(event="clock", ahead=ahead)
 
     def _start(self, order: dict[str, Any]) -> None:
         """Add to the order what only this host knows, and hand it to the agent."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import platform
+import socket
 import sys
 import threading
 import time
@@ -56,6 +57,11 @@ class Plan:
             counts[slot.node] = min(slot.room, left)
             left -= counts[slot.node]
         return {node: count for node, count in counts.items() if count}
+
+    def only(self, nodes: Iterable[int]) -> Plan:
+        """Give the plan for some of its hosts: as many of its ranks as they take."""
+        slots = tuple(slot for slot in self.slots if slot.node in set(nodes))
+        return Plan(n=min(self.n, sum(slot.room for slot in slots)), slots=slots)
 
     def first_ids(self) -> dict[int, int]:
         """Node to the number of its first engine."""
@@ -132,6 +138,13 @@ class RemoteAgents(EngineLauncher):  # type: ignore[misc]  # ipyparallel is not 
     async def finish(self) -> None:
         """Wait for what was started, end what does not end, take back what was submitted."""
 
+    def all_lost(self) -> None:
+        """Take note that the last host has gone: here the end of the cluster."""
+        self.notify_stop({"exit_code": 1})
+
+    def all_came(self) -> None:
+        """Take note that hosts which had been lost are all back."""
+
     def revive(self, node: int) -> None:
         """Start the link of a lost host again."""
         label = self._labels.get(node, str(node))
@@ -162,7 +175,7 @@ class RemoteAgents(EngineLauncher):  # type: ignore[misc]  # ipyparallel is not 
             When there is none, or it differs from host to host.
         """
         if setting.get("address"):
-            return str(setting["address"])
+            return own(str(setting["address"]))
         found = {}
         for peer in cls.peers(setting):
             try:
@@ -209,6 +222,7 @@ class RemoteAgents(EngineLauncher):  # type: ignore[misc]  # ipyparallel is not 
         self._failures: dict[str, str] = {}
         self._failed_at = 0.0
         self._stopping = False
+        self._ran = False  # the ranks were started once
         self.plan = self.make_plan(n, self.settings)
         self._labels = {slot.node: slot.label for slot in self.plan.slots}
         self.n = self.plan.n
@@ -278,9 +292,22 @@ class RemoteAgents(EngineLauncher):  # type: ignore[misc]  # ipyparallel is not 
         expected = len(self.plan.counts)
         while time.monotonic() - self._failed_at < SETTLE_S and len(self._failures) + len(self._hellos) < expected:
             time.sleep(POLL_S)
-        up = sum(count for node, count in self.plan.counts.items() if node in self._hellos)
+        up = self.plan.only(self._hellos).n
         lines = "\n".join(f"  {label}: {text}" for label, text in self._failures.items())
-        self.report(event="failed", text=f"{up} of {self.n} engines can start.\n{lines}")
+        advice = f"\nGo on with {up}: %cluster start … --min {up}" if up else ""
+        text = f"{up} of {self.n} engines can start.\n{lines}{advice}"
+        self.report(event="failed", text=text, missing=lines)
+
+    def go_on(self, at_least: int) -> int:
+        """Make do with the hosts that have come; give how many ranks they take, or 0 where that is too few."""
+        plan = self.plan.only(self._hellos)
+        if plan.n < at_least or self._ran:
+            return 0
+        self.plan, self.n = plan, plan.n
+        self._failures.clear()
+        self._failed_at = 0.0
+        self._start_agents(plan.slots[0].node)
+        return plan.n
 
     async def _controller_is_up(self) -> None:
         exchange = Path(self.profile_dir) / FILE
@@ -312,15 +339,20 @@ class RemoteAgents(EngineLauncher):  # type: ignore[misc]  # ipyparallel is not 
             why = f"not heard of for {event['seconds']:g} s" if kind == "lost" else "its node agent ended"
             self.report(event="lost", node=node, host=event["host"], why=why)
             if not self._hellos:
-                self.notify_stop({"exit_code": 1})
+                self.all_lost()
         else:
             self.report(**event)
 
     def _start_agents(self, node: int) -> None:
         """Give the agents their orders, when all of them are there and alike."""
         counts = self.plan.counts
-        if node in counts and self._started:  # a host that has come back: its ranks are forked one by one
+        if node not in counts:  # it came when the others had gone on without it
+            self.tell(op="stop", node=node)
+            return
+        if self._ran:  # a host that has come back: its ranks are forked one by one
             self._order(node, 0)
+            if set(counts) <= set(self._hellos):
+                self.all_came()
             return
         if not set(counts) <= set(self._hellos):
             return
@@ -328,6 +360,7 @@ class RemoteAgents(EngineLauncher):  # type: ignore[misc]  # ipyparallel is not 
         if unlike:
             self.report(event="failed", text=unlike)
             return
+        self._ran = True
         for number, count in counts.items():
             self._order(number, count)
 
@@ -344,6 +377,26 @@ class RemoteAgents(EngineLauncher):  # type: ignore[misc]  # ipyparallel is not 
             engine_args=list(self.engine_args),
             **self.order,
         )
+
+
+def own(address: str) -> str:
+    """Give an address of this host back.
+
+    Raises
+    ------
+    ClusterError
+        When it is none, or a name that cannot be resolved.
+    """
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(target)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ClusterError(
+            f"--address {address}: this host cannot listen there ({why}). Leave it out, or see: ip addr"
+        ) from None
+    return address
 
 
 def different_versions(hellos: Iterable[Mapping[str, Any]]) -> str:

@@ -24,11 +24,19 @@ __all__ = ["SlurmAgents"]
 
 WAITING_POLL_S = 1.0
 RUNNING_POLL_S = 10.0
+DYING_POLL_S = 0.2
 COMMAND_S = 20.0
 END_S = 3.0
+DYING_S = 5.0  # for Slurm to see that a job is over whose links have ended
 ENDED = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL", "COMPLETED")
+QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "CONFIGURING")
 OF_A_JOB = re.compile(r"SLURM_(JOB|STEP|NTASKS|NNODES|PROCID|LOCALID|NODEID)")
 FAREWELL = "farewell.json"  # commands that the controller runs when the notebook has gone without a word
+
+REQUEUED = (
+    "Slurm has put the job back into its queue: {state}. What its ranks held is lost. When it runs again, "
+    "%cluster repair puts empty ranks in their places; %cluster stop cancels it."
+)
 
 TEMPLATE = """\
 #!/bin/bash
@@ -37,9 +45,11 @@ TEMPLATE = """\
 #SBATCH --ntasks-per-node=1
 {requests}#SBATCH --output={output}
 #SBATCH --signal=B:USR1@{notice}
-#SBATCH --no-requeue
+#SBATCH --requeue
+#SBATCH --no-kill
 # One link per node; it starts the node agent, which forks a rank for each GPU.
-# --kill-on-bad-exit=0, --wait=0: the loss of one node is not that of the job. --input=all: each node reads the order.
+# --no-kill, --kill-on-bad-exit=0, --wait=0: the loss of one node is not that of the job. --input=all: each reads the
+# order. --requeue: a job that Slurm preempts comes back, and its links find the notebook again.
 launch() {{
     if [ "${{SLURM_JOB_NUM_NODES:-1}}" -gt 1 ]; then
         exec srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --input=all "$@"
@@ -71,6 +81,9 @@ class SlurmAgents(RemoteAgents):
 
     job: str = ""
     _cancelled = False
+    _requeued = False  # the job has been through its queue again since ranks were started
+    _lost_at = 0.0  # when the last of its hosts had gone
+    _state = ""  # the job's, in words
 
     @classmethod
     def make_plan(cls, n: int | None, setting: Mapping[str, Any]) -> Plan:
@@ -166,11 +179,11 @@ class SlurmAgents(RemoteAgents):
 
     async def _watch(self) -> None:
         """Follow the job: what it waits for, that it failed, that its time is up."""
-        began, told, waited = time.monotonic(), "", False
+        began, told, waited, ends = time.monotonic(), "", False, 0.0
         while not self._stopping:
             text = await asyncio.to_thread(run, ["squeue", "-h", "-j", self.job, "-o", "%T|%r|%S|%e"])
             fields = text.strip().split("\n")[0].split("|") if text.strip() else []
-            state = describe(self.job, fields)
+            state = self._state = describe(self.job, fields)
             if fields and fields[0].startswith("PENDING"):
                 waited = True
             if fields and fields[0].split()[0] in ENDED:
@@ -179,10 +192,43 @@ class SlurmAgents(RemoteAgents):
             if not fields and (waited or time.monotonic() - began > 5):
                 self._over(f"job {self.job} is not in the queue any more")
                 return
+            if fields and self._ran and not self._hellos and not self._requeued:
+                if fields[0] in QUEUED:
+                    self._requeued = True
+                    self.report(event="notice", text=REQUEUED.format(state=state))
+                elif fields[0] == "RUNNING" and time.monotonic() - self._lost_at > DYING_S:
+                    self._over(f"job {self.job} runs, but no host of it answers")
+                    return
             if state and state != told and not self._hellos:
                 told = state
                 self.report(event="state", text=state)
-            await asyncio.sleep(RUNNING_POLL_S if self._hellos else WAITING_POLL_S)
+            if self._hellos and end_of(fields) != ends:
+                ends = end_of(fields)
+                self.report(event="limit", job=self.job, ends=ends)
+            await self._pause()
+
+    async def _pause(self) -> None:
+        """Wait until it is time to look again: at once when the last host has gone."""
+        dying = self._ran and not self._requeued
+        deadline = time.monotonic() + (RUNNING_POLL_S if self._hellos else DYING_POLL_S if dying else WAITING_POLL_S)
+        had_hosts = bool(self._hellos)
+        while time.monotonic() < deadline and bool(self._hellos) == had_hosts:
+            await asyncio.sleep(0.1)
+
+    def all_lost(self) -> None:
+        """Leave it to the watch over the queue whether this is the end: a job that was preempted comes back."""
+        self._lost_at = time.monotonic()
+
+    def all_came(self) -> None:
+        if self._requeued:
+            self._requeued = False
+            text = f"job {self.job} runs again. Its ranks are empty: %cluster repair puts them in their places."
+            self.report(event="notice", text=text)
+
+    def revive(self, node: int) -> None:
+        if self._requeued and not self._hellos:
+            raise ClusterError(f"{self._state or f'job {self.job}'}. Wait until it runs, or end it: %cluster stop.")
+        super().revive(node)
 
     def _over(self, text: str) -> None:
         if self._stopping:
@@ -190,10 +236,12 @@ class SlurmAgents(RemoteAgents):
         with contextlib.suppress(OSError):
             tail = Path(self._output).read_text(errors="replace").strip()[-1500:]
             text += ("\n  " + tail.replace("\n", "\n  ")) if tail else ""
-        if not self._started:
+        if not self._ran:
             self.fail("slurm", text)
-        else:
-            self.report(event="notice", text=text)
+            return
+        self.report(event="notice", text=text)
+        if not self._hellos:
+            self.notify_stop({"exit_code": 1})
 
 
 def describe(job: str, fields: list[str]) -> str:
@@ -206,6 +254,14 @@ def describe(job: str, fields: list[str]) -> str:
         text += f" ({reason})" if reason and reason != "None" else ""
         text += f", starts {start.replace('T', ' ')}" if start and start != "N/A" else ""
     return text
+
+
+def end_of(fields: list[str]) -> float:
+    """Give the time at which the job's limit ends it, in seconds since 1970; 0 where there is no limit."""
+    try:
+        return time.mktime(time.strptime(fields[3], "%Y-%m-%dT%H:%M:%S"))
+    except (IndexError, ValueError):  # N/A
+        return 0.0
 
 
 def run(command: list[str], *, check: bool = False) -> str:

@@ -40,6 +40,8 @@ MEANINGS = (
     ("connection refused", "nothing listens for ssh there ({last})"),
     ("connection timed out", "no answer ({last})"),
     ("no route to host", "no route to it ({last})"),
+    ("no usable temporary directory", "no room for temporary files there ({last})"),
+    ("no space left on device", "no room on its disk ({last})"),
     ("no module named", "nbdist or torch is not installed for {python} there ({last})"),
     ("no such file or directory", "there is no {python}. Name that host's interpreter with --python"),
     ("not found", "there is no {python}. Name that host's interpreter with --python"),

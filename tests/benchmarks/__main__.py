@@ -8,7 +8,7 @@ import os
 import sys
 import time
 
-NAMES = ("start", "cell", "stream", "train", "records", "faults", "checkpoint", "strategies")
+NAMES = ("start", "cell", "stream", "train", "records", "faults", "checkpoint", "strategies", "hosts", "scale")
 
 
 def main() -> int:

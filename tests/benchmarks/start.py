@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -64,8 +65,8 @@ dist.destroy_process_group()
 """
 
 
-def seconds_until_ready(command: list[str], home: Path) -> float:
-    """Launch a command, give the seconds to its READY line, and wait for its end."""
+def seconds_until_ready(command: list[str], home: Path, ended: Callable[[str], object] = lambda rest: None) -> float:
+    """Launch a command, give the seconds to its READY line, and wait for its end; ``ended`` gets what it said then."""
     began = time.perf_counter()
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **private(home)}
@@ -77,7 +78,7 @@ def seconds_until_ready(command: list[str], home: Path) -> float:
                 break
         else:
             raise RuntimeError(f"{command} ended before the group was verified:\n{process.stderr.read()[-2000:]}")
-        process.communicate(timeout=60)
+        ended(process.communicate(timeout=60)[0])
     return took
 
 

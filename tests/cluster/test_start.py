@@ -266,10 +266,11 @@ def test_missing_torch_is_told_in_one_line_and_leaves_nothing(tmp_path: Path) ->
         assert folders(tmp_path) == []
 
 
-def test_an_engine_that_ends_while_it_starts_ends_the_start_with_its_reason(tmp_path: Path) -> None:
+def end_rank_1_at_its_start(folder: Path) -> dict[str, str]:
+    """Give the environment in which the second engine exits with code 7."""
     # a sitecustomize cannot tell the engines apart: they are forks. This ends one when it becomes an engine.
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(
         "import os\n"
         "def end(): \n"
         "    if os.environ.get('LOCAL_RANK') == '1': os.write(2, b'no room for rank 1\\n'); os._exit(7)\n"
@@ -278,15 +279,30 @@ def test_an_engine_that_ends_while_it_starts_ends_the_start_with_its_reason(tmp_
         "def initialize(self, *args, **kwargs): end(); return start(self, *args, **kwargs)\n"
         "app.IPEngine.initialize = initialize\n"
     )
-    with Kernel(cwd=tmp_path, env={"TMPDIR": str(tmp_path), "PYTHONPATH": str(tmp_path / "site")}) as kernel:
+    return {"TMPDIR": str(folder), "PYTHONPATH": str(folder / "site")}
+
+
+def test_an_engine_that_ends_while_it_starts_ends_the_start_with_its_reason(tmp_path: Path) -> None:
+    with Kernel(cwd=tmp_path, env=end_rank_1_at_its_start(tmp_path)) as kernel:
         kernel.check("%load_ext nbdist")
         cell = fails(kernel, "%cluster start -n 2 --backend gloo", within=20)
         assert cell.error[0] == "ClusterError"
         assert "of 2 engines registered; engine 1" in cell.error[1]
         assert "exited with code 7" in cell.error[1]
+        assert "Go on with 1: %cluster start … --min 1." in cell.error[1]
         assert "no room for rank 1" in cell.error[1]
         kernel.seconds_until_gone(3)
         assert folders(tmp_path) == []
+
+
+def test_a_start_goes_on_with_fewer_ranks_where_that_was_allowed(tmp_path: Path) -> None:
+    with Kernel(cwd=tmp_path, env=end_rank_1_at_its_start(tmp_path)) as kernel:
+        kernel.check("%load_ext nbdist")
+        started = kernel.check("%cluster start -n 3 --min 2 --backend gloo --oversubscribe", timeout=60)
+        assert re.search(r"engine 1 .*exited with code 7.* Going on with 2 of 3 ranks", started.text), started
+        assert "world of 2 ranks" in started.text
+        assert "[0-1] 2.0" in kernel.check("%%distributed\nx = torch.ones(1); dist.all_reduce(x); x.item()").text
+        kernel.check("%cluster stop")
 
 
 def test_no_free_port_is_told(tmp_path: Path) -> None:

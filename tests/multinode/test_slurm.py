@@ -13,12 +13,14 @@ import pytest
 
 from tests.kernel import Kernel
 from tests.multinode.lan import sh
+from tests.multinode.quickstart import run_quickstart
 from tests.multinode.slurm import Slurm
 
 pytestmark = [pytest.mark.multinode, pytest.mark.timeout(240)]
 
 START = "%cluster start --profile slurm --timeout 90"
 WHOLE = "%%distributed\nx = torch.full((1,), rank + 1.0)\ndist.all_reduce(x)\nx.item()"
+CLUSTER = "__import__('nbdist.cluster').cluster.active()"
 PENDING = "--nodes 1 --ranks-per-node 2 --extra=--begin=now+120"
 
 
@@ -77,13 +79,75 @@ def test_what_slurm_or_arithmetic_refuses_is_an_error_in_one_line(
     assert not slurm.jobs()
 
 
+def test_an_account_that_slurm_does_not_know_is_one_line(slurm: Slurm, tmp_path: Path) -> None:
+    # this Slurm keeps no accounts: what one says that does
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(
+        "#!/bin/sh\necho 'sbatch: error: Batch job submission failed: Invalid account or account/partition "
+        "combination specified' >&2\nexit 1\n"
+    )
+    sbatch.chmod(0o755)
+    with Kernel(env={**slurm.env, "PATH": f"{sbatch.parent}:{os.environ['PATH']}"}, cwd=tmp_path) as kernel:
+        kernel.check("%load_ext nbdist")
+        failed = kernel.run(f"{START} --nodes 1 --account nobody", timeout=40)
+    assert failed.error is not None and failed.error[0] == "ClusterError", failed
+    assert re.fullmatch(r"sbatch: .*Invalid account.*", failed.error[1]), failed
+
+
 def test_a_cancelled_job_is_a_lost_cluster_and_says_so(slurm: Slurm, slurm_login: Kernel) -> None:
     slurm_login.check(f"{START} --nodes 1 --ranks-per-node 2", timeout=100)
     slurm_login.check("!scancel -u root")
     cell = slurm_login.run("%%distributed\nwhile True: dist.barrier()", timeout=40)
-    assert "ended" in cell.text or "lost" in cell.text, cell
-    again = slurm_login.run(WHOLE)
-    assert "%cluster start begins anew" in again.text, again
+    assert "ended" in cell.text or "lost" in cell.text or "ranks 0-1 dead" in cell.text, cell
+    deadline = time.monotonic() + 10
+    while "%cluster start begins anew" not in (again := slurm_login.run(WHOLE)).text:
+        assert time.monotonic() < deadline, again
+        time.sleep(0.2)
+
+
+def test_a_requeued_job_comes_back_and_repair_puts_empty_ranks_in_their_places(
+    slurm: Slurm, slurm_login: Kernel
+) -> None:
+    slurm_login.check(f"{START} --nodes 2 --ranks-per-node 1 --time 30", timeout=100)
+    slurm_login.check("%%distributed\nmine = rank")
+    (job,) = (line.split()[0] for line in slurm.jobs())
+    lost = slurm_login.run(
+        "%%distributed\nwhile True: dist.barrier()",
+        timeout=60,
+        actions=[(1, lambda: sh("scontrol", "requeue", job, env={**os.environ, **slurm.env}))],
+    )
+    assert re.search(r"rank 0.*host n1 was lost", lost.text), lost
+    waiting = slurm_login.run("import time; time.sleep(4)\n%cluster repair", timeout=60)
+    assert re.search(rf"job {job} PENDING \(.*\)", waiting.text) and "Wait until it runs" in waiting.text, waiting
+    # Slurm lets a requeued job wait for two minutes
+    sh("scontrol", "update", f"JobId={job}", "StartTime=now", env={**os.environ, **slurm.env})
+    deadline = time.monotonic() + 60
+    while not (mended := slurm_login.run("%cluster repair", timeout=60)).ok:
+        assert time.monotonic() < deadline, mended
+        time.sleep(1)
+    assert "ranks 0-1 replaced by empty ones" in mended.text, mended
+    assert "[0-1] 3.0" in slurm_login.check(WHOLE).text
+    assert "[0-1] None" in slurm_login.check("%%distributed\nprint(globals().get('mine'))").text
+    slurm_login.check("%cluster stop")
+    slurm.wait_for_no_jobs()
+
+
+def test_the_time_limit_is_counted_down_in_status_and_panel(slurm: Slurm, slurm_login: Kernel) -> None:
+    slurm_login.check(f"{START} --nodes 1 --ranks-per-node 1 --time 30", timeout=100)
+    deadline = time.monotonic() + 20
+    while "ends in" not in (said := slurm_login.check("print(active.status())".replace("active", CLUSTER)).text):
+        assert time.monotonic() < deadline, said
+        time.sleep(0.5)
+    assert re.search(r"The job's time limit ends in (29|30) min\.", said), said
+    head = f"from nbdist.dashboard.frames import head\nhead(None, [], {CLUSTER}.telemetry.ends)['facts']"
+    assert re.search(r"job ends in: (29|30) min", slurm_login.check(head).text)
+    slurm_login.check("%cluster stop")
+
+
+def test_the_quickstart_runs_unchanged_over_slurm(slurm: Slurm, slurm_login: Kernel) -> None:
+    run_quickstart(slurm_login, "--profile slurm --nodes 2 --ranks-per-node 1")
+    slurm.wait_for_no_jobs()
 
 
 def test_the_script_is_shown_without_keys_and_nothing_is_submitted(slurm: Slurm, slurm_login: Kernel) -> None:

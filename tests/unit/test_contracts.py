@@ -15,13 +15,13 @@ ENGINE = sorted((PACKAGE / "engine").rglob("*.py"))
 KERNEL = sorted(set(PACKAGE.rglob("*.py")) - set(ENGINE))
 
 # on ranks and in the notebook alike
-SHARED = {"channel", "errors", "host", "profiles", "ranks", "records", "report", "wire"}
+SHARED = {"channel", "errors", "host", "profiles", "ranks", "records", "report", "skew", "wire"}
 
 LIGHT = {"platformdirs", "zmq"}
 
 # From the bottom up: a module imports from its own layer and from those before it, wherever in the file it does so.
 LAYERS = (
-    {"channel", "launch", "records", "ranks"},
+    {"channel", "launch", "records", "ranks", "skew"},
     {"hangs", "report"},
     {"errors"},
     {"host", "profiles", "runlog", "wire"},
