@@ -140,6 +140,7 @@ class Cluster:
         self._world: World | None = None
         self._telemetry: Telemetry | None = None
         self._requests: dict[str, tuple[Cell, int]] = {}  # message id -> who waits for its output
+        self._early: list[dict[str, Any]] | None = None  # records that came before those of an earlier notebook
         self._engine_pids: dict[int, int] = {}
         self.hosts = Hosts(self)
         self._changed = threading.Condition()
@@ -304,6 +305,12 @@ class Cluster:
 
     def detach(self) -> None:
         """Let go of a kept cluster: it goes on, and ``%cluster attach`` finds it again."""
+        self._let_go()
+        processes, self._processes = self._processes, None
+        if processes is not None:
+            processes.hang_up()
+
+    def _let_go(self) -> None:
         global _active
         self._stopping = True
         if _active is self:
@@ -374,7 +381,7 @@ class Cluster:
             from nbdist import kept
 
             kept.forget(self.name)
-        self.detach()
+        self._let_go()
         processes, self._processes = self._processes, None
         if processes is not None:
             processes.stop()
@@ -662,6 +669,10 @@ class Cluster:
     def _route(self, message: dict[str, Any]) -> None:
         """Take one iopub message, in ipyparallel's IO thread."""
         if message["msg_type"] == "nbdist_records":
+            with self._changed:
+                if self._early is not None:
+                    self._early.append(message["content"])
+                    return
             self.telemetry.receive(message["content"])
             return
         waiting = self._requests.get((message["parent_header"] or {}).get("msg_id", ""))

@@ -112,7 +112,9 @@ class AgentLine:
         except OSError as error:
             self._socket.close()
             raise ClusterError(f"The node agent of the kept cluster does not answer: {error.strerror}.") from None
-        threading.Thread(target=self._listen, args=(on_event, on_end), name="nbdist-agent", daemon=True).start()
+        self._hung_up = False
+        self._thread = threading.Thread(target=self._listen, args=(on_event, on_end), name="nbdist-agent", daemon=True)
+        self._thread.start()
 
     def tell(self, **command: Any) -> None:
         """Send one command to the agent."""
@@ -124,10 +126,16 @@ class AgentLine:
 
     def hang_up(self) -> None:
         """Close the line and leave the agent as it is."""
+        self._hung_up = True
+        with contextlib.suppress(OSError):  # the agent has ended already
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
         self._socket.close()
 
     def _listen(self, on_event: Callable[[dict[str, Any]], None], on_end: Callable[[Any], None]) -> None:
         with self._socket.makefile("rb") as reports:
             for line in reports:
                 on_event(json.loads(line))
-        on_end({})
+        if not self._hung_up:
+            on_end({})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["adopt", "repair", "resize", "shrink"]
 
 REGISTER_S = 60.0
+CATCH_UP_S = 5.0
 RETURN_S = 30.0  # for the agent of a lost host that is started again
 
 
@@ -130,6 +131,7 @@ def adopt(cluster: Cluster, entry: dict[str, Any], deadline: float) -> None:
     cluster._page = Page()
     cluster._page.closed = True
     processes = cluster._processes = Found(entry, on_agent=cluster._on_agent, on_agent_end=cluster._on_agent_end)
+    cluster._early = []
     cluster._connect(processes, deadline)
     client = cluster.client
     if processes.theirs:
@@ -140,6 +142,7 @@ def adopt(cluster: Cluster, entry: dict[str, Any], deadline: float) -> None:
         if cluster.backend == "auto":
             cluster.backend = "nccl" if processes.n <= cluster.hosts.gpus else "gloo"
         cluster.n = processes.n
+        cluster._early = None
         cluster._world = cluster._new_world()
         cluster._world.form(wait=max(1.0, deadline - time.monotonic()))
         return
@@ -156,6 +159,7 @@ def adopt(cluster: Cluster, entry: dict[str, Any], deadline: float) -> None:
     world.generation = max(info.generation for info in infos.values())
     cluster.n = world.size
     cluster.telemetry.replay(Path(entry["logs"]) / "runs")
+    _catch_up(cluster)
     busy = {infos[engine].rank: reply["label"] for engine, reply in replies.items() if reply and reply["label"]}
     if busy:
         cells.adopt(cluster, busy)
@@ -202,3 +206,21 @@ def _await_ids(cluster: Cluster, *, present: Iterable[int] = (), absent: Iterabl
             if left <= 0:
                 raise ClusterError(f"Engines did not {'register' if wanted else 'leave'} in {REGISTER_S:g} s.")
             cluster._changed.wait(min(left, 0.1))
+
+
+def _catch_up(cluster: Cluster) -> None:
+    """Ask the ranks for the records that nobody has heard; then go on with those that have come meanwhile."""
+    last: dict[int, int] = {}
+    for reply in cluster.client.ask(cluster.client.ids, "recent", timeout=CATCH_UP_S).values():
+        payloads = reply["payloads"] if reply is not None else []
+        cluster.telemetry.catch_up(payloads)
+        last |= {_sender(payload): payload["number"] for payload in payloads}
+    with cluster._changed:
+        early, cluster._early = cluster._early or [], None
+        for payload in early:
+            if payload["number"] > last.get(_sender(payload), 0):
+                cluster.telemetry.receive(payload)
+
+
+def _sender(payload: Mapping[str, Any]) -> int:
+    return int(payload["rank"] if payload["kind"] == "steps" else payload["event"]["rank"])

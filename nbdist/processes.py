@@ -69,6 +69,9 @@ class Processes(Protocol):
     def stop(self) -> None:
         """End everything and wait for it."""
 
+    def hang_up(self) -> None:
+        """Let go of the cluster, which goes on."""
+
 
 class Launched:
     """Controller and agent that this process starts, on an event loop of their own, and that end with it."""
@@ -201,10 +204,17 @@ class Launched:
     def stop(self) -> None:
         if not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(STOP_ALL_S)
+            self.hang_up()
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+
+    def hang_up(self) -> None:
+        """Leave what was started as it is: agents that are to be kept go on without their launcher's pipe."""
+        if not self._loop.is_closed():
+            if self._cluster is not None and self._cluster.engines:
+                self._cluster.engine_set.hang_up()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
-        shutil.rmtree(self.run_dir, ignore_errors=True)
 
     async def _stop(self) -> None:
         # a start that was interrupted may be about to make the next process: first it has to have ended
@@ -353,7 +363,6 @@ class Found:
             shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def hang_up(self) -> None:
-        """Let go of the cluster, which goes on."""
         if isinstance(self._line, ExchangeLine):
             self._line.close()
         else:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +148,32 @@ class Telemetry:
                 self.receive(payload)
         finally:
             self._log, self._behind = log, behind
+
+    def catch_up(self, payloads: Iterable[Mapping[str, Any]]) -> None:
+        """Take what ranks have sent while no notebook listened, and pass over what the log of an earlier one has."""
+        with self.lock:
+            names = list(self._run_index)
+            steps: dict[tuple[str, int], int] = {}
+            times: dict[int, float] = {}
+            for run, rank, step, when in zip(
+                self._run_column, self._rank_column, self._step_column, self._time_column, strict=True
+            ):
+                steps[names[run], rank] = max(step, steps.get((names[run], rank), step))
+                times[rank] = max(when, times.get(rank, when))
+
+        def is_new(record: Mapping[str, Any]) -> bool:
+            key = (record["run"], record["rank"])
+            return key not in steps or record["step"] > steps[key]
+
+        for payload in payloads:
+            if payload["kind"] == "event":
+                rank = payload["event"]["rank"]
+                if rank not in times or payload["event"]["time"] + self._behind(rank) >= times[rank]:
+                    self.receive(payload)
+                continue
+            records = [record for record in payload["records"] if is_new(record)]
+            if records:
+                self.receive({**payload, "records": records})
 
     def poll(self) -> None:
         """Close steps and runs for which some ranks' reports are overdue."""

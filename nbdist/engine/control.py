@@ -15,6 +15,7 @@ import torch
 from nbdist.engine import limits
 from nbdist.engine.cells import completion, gate, outputs, runner, wrapping
 from nbdist.engine.telemetry import meters
+from nbdist.engine.telemetry.recorder import recorder
 from nbdist.engine.world import process_group
 from nbdist.records import to_wire
 
@@ -73,6 +74,11 @@ def who() -> dict[str, Any]:
     """The rank's own description, and the cell that it runs, for a notebook that finds this cluster running."""
     cell = runner.CELL
     return {"info": to_wire(process_group.rank_info()), "label": cell.label if cell is not None else ""}
+
+
+def recent() -> dict[str, Any]:
+    """The last records of this rank, which nobody may have heard."""
+    return {"payloads": list(recorder.sent.copy())}
 
 
 def progress() -> dict[str, Any]:
@@ -167,6 +173,7 @@ OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "progress": progress,
     "collectives": collectives,
     "interrupt": interrupt,
+    "recent": recent,
     "cut": cut,
     "stop_request": stop_request,
     "stop_at": stop_at,

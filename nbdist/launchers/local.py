@@ -58,6 +58,10 @@ class _Piped(LocalProcessLauncher):  # type: ignore[misc]  # ipyparallel is not 
     def close_input(self) -> None:
         """Tell the process to end, and that cleaning up is ours."""
         self.tell(op="stop")
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Close our end: a kept process goes on without it."""
         process = self._popen_process
         if process is not None and process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):

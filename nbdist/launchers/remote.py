@@ -237,9 +237,13 @@ class RemoteAgents(EngineLauncher):  # type: ignore[misc]  # ipyparallel is not 
             return
         self.close_input()
         await self.finish()
+        self.hang_up()
+        self.notify_stop({"exit_code": 0})
+
+    def hang_up(self) -> None:
+        """Close the line to the agents, and leave them as they are."""
         if self.line is not None:
             self.line.close()
-        self.notify_stop({"exit_code": 0})
 
     def tell(self, **command: Any) -> None:
         """Send one command to the agent of a node."""

@@ -67,6 +67,36 @@ def test_a_kept_cluster_is_found_with_state_processes_and_running_cell(kept: dic
     assert not (state_home() / "kept" / "lasting.json").exists()
 
 
+def test_the_curve_has_each_step_once_also_those_that_no_notebook_has_heard(kept: dict[int, int]) -> None:
+    notebook(
+        "cluster = Cluster.attach()\n"
+        "cluster.run('import time\\nfor i in range(60): nbdist.log(loss=1 / (i + 1)); time.sleep(0.1)', detach=True)\n"
+        "time.sleep(1)"
+    )
+    time.sleep(2)
+    cluster = Cluster.attach("lasting")
+    assert cluster.cell is not None
+    cluster.cell.wait(20)
+    frame = cluster.telemetry.to_frame()
+    for rank in (0, 1):
+        assert frame[frame["rank"] == rank]["step"].tolist() == list(range(1, 61))
+    (run,) = cluster.telemetry.runs
+    assert (run.steps, run.reason) == (60, "done")
+    cluster.stop()
+
+
+def test_to_let_go_of_a_cluster_leaves_nothing_open(no_cluster: None) -> None:
+    told = notebook(
+        "import gc, threading, warnings\nwarnings.simplefilter('error', ResourceWarning)\n"
+        "open_at_exit = []\nimport sys\nsys.unraisablehook = lambda unraisable: open_at_exit.append(unraisable)\n"
+        f"{START}\ncluster.detach()\n"
+        "cluster = Cluster.attach()\ncluster.detach()\n"
+        "cluster = Cluster.attach()\ncluster.stop()\n"
+        "del cluster\ngc.collect()\nprint(len(open_at_exit), *open_at_exit)"
+    )
+    assert told == ["0"]
+
+
 def test_stop_ends_a_cell_of_the_notebook_before(kept: dict[int, int]) -> None:
     notebook("cluster = Cluster.attach()\ncluster.run('import time; time.sleep(60)', detach=True)\ntime.sleep(0.5)")
     cluster = Cluster.attach()

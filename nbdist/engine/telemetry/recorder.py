@@ -28,6 +28,7 @@ Reason = Literal["done", "stopped", "failed"]
 PERIOD = 0.15  # seconds between two batches of records
 CAPACITY = 100_000  # records waiting to be sent; beyond it the oldest go
 BATCH = 2_000  # records in one message
+HELD = 10_000  # records that were sent and are held for a notebook that comes later
 
 FILLED_HERE = frozenset({"run", "rank", "time", "values"})
 OWN_FIELDS = frozenset(f.name for f in fields(StepRecord)) - FILLED_HERE - {"step"}
@@ -81,6 +82,9 @@ class Recorder:
         self.queue: deque[Any] = deque()
         self.dropped = 0
         self.open_runs: dict[str, Run] = {}
+        self.sent: deque[dict[str, Any]] = deque()  # the last payloads, numbered
+        self._number = 0
+        self._held = 0
         self._draining = threading.Lock()
         self._flusher: threading.Thread | None = None
         self._forget_cell()
@@ -203,11 +207,21 @@ class Recorder:
         self._send(publish, payload, len(steps) + dropped)
 
     def _send(self, publish: Publish, payload: dict[str, Any], lost: int) -> None:
+        self._number += 1
+        payload["number"] = self._number
+        self._hold(payload)
         try:
             publish(payload)
         except Exception:  # whatever the channel has: the run goes on, and the loss is counted and shown
             logger.warning("records of this rank could not be sent", exc_info=True)
             self.dropped += lost
+
+    def _hold(self, payload: dict[str, Any]) -> None:
+        """Keep the payload for ``%cluster attach``: while no notebook listens, nobody else does."""
+        self.sent.append(payload)
+        self._held += len(payload.get("records", "1"))
+        while self._held > HELD:
+            self._held -= len(self.sent.popleft().get("records", "1"))
 
     def _wire(self, run: str, number: int, ended: float, epoch: int | None, step: dict[str, Any]) -> dict[str, Any]:
         # to_wire(StepRecord(...)) by hand: at thousands of steps a second this thread competes with the training one
