@@ -251,8 +251,11 @@ class Cell:
 
     def _heard_all(self, rank: int) -> bool:
         """Whether all that the rank has published is here; of an adopted cell nobody knows how much that is."""
-        told = self.replies[rank].get("outputs") if rank in self.replies else None
-        return told is not None and self._heard[rank] >= told
+        reply = self.replies.get(rank, {})
+        if "outputs" not in reply or self._heard[rank] < reply["outputs"]:
+            return False
+        engine = self.cluster.client._engines.get(self.cluster.world.engines[rank])
+        return bool(self.cluster._heard.get(engine, 0) >= reply.get("records", 0))
 
     def _settle(self, rank: int) -> None:
         if self._heard_all(rank):

@@ -140,6 +140,7 @@ class Cluster:
         self._world: World | None = None
         self._telemetry: Telemetry | None = None
         self._requests: dict[str, tuple[Cell, int]] = {}  # message id -> who waits for its output
+        self._heard: dict[str, int] = {}  # name of an engine -> number of its last payload of records
         self._early: list[dict[str, Any]] | None = None  # records that came before those of an earlier notebook
         self._engine_pids: dict[int, int] = {}
         self.hosts = Hosts(self)
@@ -674,6 +675,10 @@ class Cluster:
                     self._early.append(message["content"])
                     return
             self.telemetry.receive(message["content"])
+            self._heard[message["metadata"]["engine"]] = message["content"]["number"]
+            cell = self.cell
+            if cell is not None and not cell.remaining:
+                cell.wake()
             return
         waiting = self._requests.get((message["parent_header"] or {}).get("msg_id", ""))
         if waiting is not None:

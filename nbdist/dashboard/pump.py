@@ -15,6 +15,8 @@ __all__ = ["Pump", "pump"]
 logger = logging.getLogger(__name__)
 
 PERIOD = 0.1  # seconds between two rounds: at most ten frames a second, however fast the records come
+MOST_S = 0.5  # between two rounds
+DUTY = 0.03  # of one core, at most: on a machine whose ranks use all cores, a frame is paid by a step
 
 
 class Pump:
@@ -57,7 +59,7 @@ class Pump:
                 if not panels:
                     self._thread = None
                     return
-            began = time.monotonic()
+            began, used = time.monotonic(), time.thread_time()
             pause = 0.5
             for panel in panels:
                 try:
@@ -68,7 +70,7 @@ class Pump:
                     self.remove(panel)
             took = time.monotonic() - began
             # a slow page or kernel gets fewer frames, never a queue of them
-            time.sleep(max(PERIOD - took, took))
+            time.sleep(max(PERIOD - took, took, min(MOST_S, (time.thread_time() - used) / DUTY)))
 
 
 pump = Pump()

@@ -60,7 +60,8 @@ def run(source: str, label: int, run_name: str) -> dict[str, Any]:
     -------
     dict
         ``error``: a RankError on the wire, or None; ``seconds``; ``progress``: the counters of each group;
-        ``in_group``: whether there still is a process group; ``outputs``: how many messages it has published.
+        ``in_group``: whether there still is a process group; ``outputs``: how many messages it has published;
+        ``records``: the number of the last payload of records.
     """
     global CELL, LAST_BEGAN_NS
     shell, process = _shell(), os.getpid()
@@ -100,6 +101,7 @@ def run(source: str, label: int, run_name: str) -> dict[str, Any]:
         "progress": process_group.progress(),
         "in_group": is_initialized(),
         "outputs": outputs.sent(),
+        "records": recorder.number,
     }
 
 

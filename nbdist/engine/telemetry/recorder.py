@@ -83,7 +83,7 @@ class Recorder:
         self.dropped = 0
         self.open_runs: dict[str, Run] = {}
         self.sent: deque[dict[str, Any]] = deque()  # the last payloads, numbered
-        self._number = 0
+        self.number = 0  # of the last payload
         self._held = 0
         self._draining = threading.Lock()
         self._flusher: threading.Thread | None = None
@@ -207,14 +207,15 @@ class Recorder:
         self._send(publish, payload, len(steps) + dropped)
 
     def _send(self, publish: Publish, payload: dict[str, Any], lost: int) -> None:
-        self._number += 1
-        payload["number"] = self._number
+        self.number += 1
+        payload["number"] = self.number
         self._hold(payload)
         try:
             publish(payload)
         except Exception:  # whatever the channel has: the run goes on, and the loss is counted and shown
             logger.warning("records of this rank could not be sent", exc_info=True)
             self.dropped += lost
+            self.number -= 1  # a cell waits for those that were sent
 
     def _hold(self, payload: dict[str, Any]) -> None:
         """Keep the payload for ``%cluster attach``: while no notebook listens, nobody else does."""
