@@ -670,12 +670,14 @@ class Cluster:
     def _route(self, message: dict[str, Any]) -> None:
         """Take one iopub message, in ipyparallel's IO thread."""
         if message["msg_type"] == "nbdist_records":
+            payload = message["content"]
             with self._changed:
+                early = self._early is not None
                 if self._early is not None:
-                    self._early.append(message["content"])
-                    return
-            self.telemetry.receive(message["content"])
-            self._heard[message["metadata"]["engine"]] = message["content"]["number"]
+                    self._early.append(payload)
+            if not early:
+                self.telemetry.receive(payload)
+            self._heard[message["metadata"]["engine"]] = payload["number"]
             cell = self.cell
             if cell is not None and not cell.remaining:
                 cell.wake()

@@ -82,6 +82,9 @@ def test_the_curve_has_each_step_once_also_those_that_no_notebook_has_heard(kept
         assert frame[frame["rank"] == rank]["step"].tolist() == list(range(1, 61))
     (run,) = cluster.telemetry.runs
     assert (run.steps, run.reason) == (60, "done")
+    began = time.monotonic()
+    cluster.run("nbdist.log(loss=1)")
+    assert time.monotonic() - began < 1.5  # nobody waits for records of which an earlier notebook had some
     cluster.stop()
 
 
