@@ -23,8 +23,6 @@ from nbdist.engine.telemetry.recorder import FILLED_HERE, OWN_FIELDS, Publish, R
 
 __all__ = ["Recording", "begin_cell", "end_cell", "flush", "log", "mean", "span", "start", "track"]
 
-RENAMED = FILLED_HERE | {"n"}  # arguments of log() that a record cannot take as they are
-
 Batch = TypeVar("Batch")
 
 
@@ -119,14 +117,10 @@ def log(**values: Any) -> None:
             _put(step, name, value)
         step.pop("step", None)
         return
+    alone: dict[str, Any] = {}
     for name, value in values.items():
-        if name in RENAMED or type(value) is not float:  # else the arguments are the record as they are
-            alone: dict[str, Any] = {}
-            for each in values.items():
-                _put(alone, *each)
-            values = alone
-            break
-    recorder.log_alone(values)
+        _put(alone, name, value)
+    recorder.log_alone(alone)
 
 
 @contextlib.contextmanager

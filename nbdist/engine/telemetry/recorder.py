@@ -129,7 +129,7 @@ class Recorder:
         return run
 
     def log_alone(self, step: dict[str, Any]) -> None:
-        number = step.pop("step", None) if "step" in step else None
+        number = step.pop("step", None)
         if self.loop is not None:
             # the name must not hang on how many ranks log after the loop: rank 0 alone often does
             self.put((self.loop.name, self.loop.step, time.time(), self.loop.epoch, step))
@@ -138,11 +138,13 @@ class Recorder:
         if run is None:
             run = self.alone = Run(self.cell)
             run.begin()
-        now, before = perf_counter(), self.alone_at
+        now = perf_counter()
+        if self.alone_at is not None:
+            step.setdefault("step_time", now - self.alone_at)
         self.alone_at = now
-        if before is not None and "step_time" not in step:
-            step["step_time"] = now - before
-        run.record(step, number=None if number is None else int(number))
+        if number is not None:
+            run.step = int(number) - 1
+        run.record(step)
 
     def close_runs(self, reason: Reason) -> None:
         for run in list(self.open_runs.values()):
