@@ -672,10 +672,10 @@ class Cluster:
         if message["msg_type"] == "nbdist_records":
             payload = message["content"]
             with self._changed:
-                early = self._early is not None
-                if self._early is not None:
-                    self._early.append(payload)
-            if not early:
+                early = self._early
+                if early is not None:
+                    early.append(payload)
+            if early is None:
                 self.telemetry.receive(payload)
             self._heard[message["metadata"]["engine"]] = payload["number"]
             cell = self.cell

@@ -210,14 +210,14 @@ def _await_ids(cluster: Cluster, *, present: Iterable[int] = (), absent: Iterabl
 
 def _catch_up(cluster: Cluster) -> None:
     """Ask the ranks for the records that nobody has heard; then go on with those that have come meanwhile."""
-    last: dict[int, int] = {}
     client = cluster.client
-    for engine, reply in client.ask(client.ids, "recent", timeout=CATCH_UP_S).items():
-        payloads = reply["payloads"] if reply is not None else []
-        cluster.telemetry.catch_up(payloads)
-        last |= {_sender(payload): payload["number"] for payload in payloads}
-        if payloads:
-            cluster._heard.setdefault(client._engines[engine], payloads[-1]["number"])
+    replies = client.ask(client.ids, "recent", timeout=CATCH_UP_S)
+    held = {engine: reply["payloads"] for engine, reply in replies.items() if reply is not None and reply["payloads"]}
+    missed = list(itertools.chain.from_iterable(held.values()))
+    cluster.telemetry.catch_up(missed)
+    last = {_sender(payload): payload["number"] for payload in missed}
+    for engine, payloads in held.items():
+        cluster._heard.setdefault(client._engines[engine], payloads[-1]["number"])
     with cluster._changed:
         early, cluster._early = cluster._early or [], None
         for payload in early:

@@ -360,9 +360,7 @@ def duration(seconds: float) -> str:
 
 
 def time_left(ends: float) -> str:
-    """The time until a job's end: 3 h 12 min, 12 min, 90 s; nothing without a limit."""
-    if not ends:
-        return ""
+    """The time until a job's end: 3 h 12 min, 12 min, 90 s."""
     seconds = max(0, round(ends - time.time()))
     if seconds < 120:
         return f"{seconds} s"

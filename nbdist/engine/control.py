@@ -78,7 +78,7 @@ def who() -> dict[str, Any]:
 
 def recent() -> dict[str, Any]:
     """The last records of this rank, which nobody may have heard."""
-    return {"payloads": list(recorder.sent.copy())}
+    return {"payloads": list(recorder.sent)}
 
 
 def progress() -> dict[str, Any]:

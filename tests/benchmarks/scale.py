@@ -71,7 +71,6 @@ def run(repeats: int = 5) -> Table:
             f"{1e3 * cell / n:.2f} ms",
             table.verdict(private / 2**20, " MiB", at_most=60),
         )
-    # a quarter more is what 64 processes cost that share the caches of one machine
     first, last = SIZES[0], SIZES[-1]
     for name, costs in (("start", starts), ("cell", cells)):
         growth = (costs[last] / last) / (costs[first] / first)

@@ -140,28 +140,23 @@ def namespace(need: Callable[..., None]) -> Iterator[str]:
     sh("ip", "netns", "del", name)
 
 
+def run_alone(namespace: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Start a cluster of two ranks by a script, on a host that has nothing but this namespace."""
+    (folder / "alone.py").write_text(ALONE)
+    command = ["ip", "netns", "exec", namespace, sys.executable, str(folder / "alone.py")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90)
+
+
 def test_a_host_without_ipv6_starts_without_many_words(namespace: str, tmp_path: Path) -> None:
     sh("ip", "netns", "exec", namespace, "sysctl", "-w", "net.ipv6.conf.all.disable_ipv6=1")
-    (tmp_path / "alone.py").write_text(ALONE)
-    ran = subprocess.run(
-        ["ip", "netns", "exec", namespace, sys.executable, str(tmp_path / "alone.py")],
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    ran = run_alone(namespace, tmp_path)
     assert ran.returncode == 0 and "[0-1] 2.0" in ran.stdout, ran
     assert len(ran.stderr.splitlines()) <= 1, ran.stderr
 
 
 def test_a_host_with_ipv6_alone_is_refused_before_anything_starts(namespace: str, tmp_path: Path) -> None:
     sh("ip", "netns", "exec", namespace, "ip", "addr", "del", "127.0.0.1/8", "dev", "lo")
-    (tmp_path / "alone.py").write_text(ALONE)
-    ran = subprocess.run(
-        ["ip", "netns", "exec", namespace, sys.executable, str(tmp_path / "alone.py")],
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    ran = run_alone(namespace, tmp_path)
     assert re.search(r"ClusterError after [0-4]\.\d s: .*127\.0\.0\.1", ran.stdout), ran
 
 

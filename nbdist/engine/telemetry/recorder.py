@@ -222,9 +222,9 @@ class Recorder:
     def _hold(self, payload: dict[str, Any]) -> None:
         """Keep the payload for ``%cluster attach``: while no notebook listens, nobody else does."""
         self.sent.append(payload)
-        self._held += len(payload.get("records", "1"))
+        self._held += _size(payload)
         while self._held > HELD:
-            self._held -= len(self.sent.popleft().get("records", "1"))
+            self._held -= _size(self.sent.popleft())
 
     def _wire(self, run: str, number: int, ended: float, epoch: int | None, step: dict[str, Any]) -> dict[str, Any]:
         # to_wire(StepRecord(...)) by hand: at thousands of steps a second this thread competes with the training one
@@ -243,6 +243,10 @@ class Recorder:
         if values:
             wire["values"] = values
         return wire
+
+
+def _size(payload: dict[str, Any]) -> int:
+    return len(payload["records"]) if payload["kind"] == "steps" else 1
 
 
 def _read_tensors(steps: Iterable[dict[str, Any]]) -> None:
