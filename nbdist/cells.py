@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nbdist.errors import ClusterError, CollectiveMismatch, CollectiveTimeout, DistributedError, NbdistError
+from nbdist.errors import ClusterError, CollectiveMismatch, CollectiveTimeout, DistributedError, NbdistError, WorldError
 from nbdist.output import Output
 from nbdist.page import Page
 from nbdist.ranks import named
@@ -100,6 +100,7 @@ class Cell:
         self.release: Release | None = None
         self._watch: Watch | None = None
         self._given_up: HangReport | None = None
+        self._pressed = threading.Event()
         self._shown_first = False
 
     def __repr__(self) -> str:
@@ -135,6 +136,7 @@ class Cell:
 
     def request_stop(self) -> None:
         """Ask for the same as the kernel's interrupt does; returns at once."""
+        self._pressed.set()
         self._events.put(("stop", -1, None))
 
     def notice(self, report: HangReport) -> None:
@@ -346,13 +348,14 @@ class Cell:
         release = self.release
         failed = any(error.released for error in self.errors.values())
         broken = (release is not None and release.cut) or failed or self._out_of_step()
-        dead = [rank for rank, engine in enumerate(cluster.world.engines) if engine in cluster.deaths]
-        if failed and all(error.released is not None for error in self.errors.values()):
-            self.errors.update({rank: self._lost(rank, None) for rank in dead})  # which did not run this cell
+        dead = _dead(cluster)
         if broken:
             cluster.world.broken = True
         if cluster.world.broken and not dead:
-            cluster.world.form()
+            self._form_anew()
+            dead = _dead(cluster)  # a lost connection may be known before the death that it came of
+        if failed and all(error.released is not None for error in self.errors.values()):
+            self.errors.update({rank: self._lost(rank, None) for rank in dead})  # which did not run this cell
         killed = release.killed if release is not None else set()
         if dead and (cluster.repair_mode == "auto" or killed):
             self.page.write(cluster.repair() + "\n", "stderr")
@@ -376,6 +379,18 @@ class Cell:
             )
         if self.errors:
             raise DistributedError(list(self.errors.values()))
+
+    def _form_anew(self) -> None:
+        """Form the group; where that fails, what the cell ended with is still what it ends with."""
+        self._pressed.clear()
+        try:
+            self.cluster.world.form(stopped=self._pressed.is_set)
+        except WorldError as error:
+            self.interrupted |= self._pressed.is_set()
+            if self.cluster.world.died is not None:
+                self._death(self.cluster.world.died)  # which tells of itself
+                return
+            self.page.write(f"nbdist: the group is not formed anew: {error} The next cell tries again.\n", "stderr")
 
     def _stops(self) -> list[str]:
         if self.stopped_at is not None:
@@ -419,8 +434,10 @@ def run(
         raise ClusterError(
             f"In[{cluster.cell.label}] still runs on the ranks. Wait for it, or %cluster interrupt it first."
         )
-    dead = [rank for rank, engine in enumerate(world.engines) if engine in cluster.deaths]
-    if dead:
+    dead = _dead(cluster)
+    if dead and cluster.repair_mode == "auto":
+        Page().write(cluster.repair() + "\n", "stderr")
+    elif dead:
         raise ClusterError(f"{named(dead)} dead. Replace with %cluster repair; the others keep their state.")
     if world.broken:
         world.form()
@@ -498,6 +515,10 @@ def check_syntax(source: str, label: str) -> None:
             compile(code, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except SyntaxError as error:
         raise CellSyntaxError(error, label) from None
+
+
+def _dead(cluster: Cluster) -> list[int]:
+    return [rank for rank, engine in enumerate(cluster.world.engines) if engine in cluster.deaths]
 
 
 def _pump_detached(cell: Cell) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from nbdist.client import RankClient
 
 __all__ = ["World"]
+
+LOOK_S = 0.1  # at whether Stop was pressed
+NEWS_S = 0.5  # for the news that a rank has died, of which its neighbours' lost connections may tell first
+ABANDON_S = 1.0  # for ranks to say that they leave a group that is not formed any more
 
 
 class World:
@@ -39,6 +43,7 @@ class World:
         self.timeout = timeout
         self.generation = 0
         self.broken = False
+        self.died: int | None = None  # engine that did while the group was formed
         self.guarded = False  # collectives are checked before they run
         self.engines: tuple[int, ...] = ()  # rank -> engine id
         self.ranks: tuple[RankInfo, ...] = ()
@@ -55,7 +60,13 @@ class World:
         """Give the rank of an engine."""
         return self.engines.index(engine)
 
-    def form(self, places: dict[int, dict[str, Any]] | None = None, wait: float = 60.0) -> World:
+    def form(
+        self,
+        places: dict[int, dict[str, Any]] | None = None,
+        wait: float = 60.0,
+        *,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> World:
         """Form the next generation on the engines that are registered, and verify it by an all_reduce.
 
         Parameters
@@ -64,12 +75,16 @@ class World:
             Engine id to what the engine says of itself (host, local_rank, …); asked for where it is not given.
         wait : float
             Seconds to wait for the ranks.
+        stopped : callable, optional
+            Asked while it waits, whether to give up.
 
         Raises
         ------
         WorldError
-            When a rank does not join, or the all_reduce gives a wrong sum.
+            When a rank does not join, or the all_reduce gives a wrong sum. The group counts as broken then, and no
+            rank is left waiting in it.
         """
+        self.broken, self.died = True, None
         if places is None:
             places = self._places if set(self._places) == set(self.client.ids) else self.locate(wait)
         self._places = places
@@ -98,35 +113,50 @@ class World:
                 backend=self.backend,
                 store=str(store) if self.one_host else "",
                 timeout=self.timeout,
+                forming=2 * wait,  # this side gives up first, and says who is missing
                 peers=[address for other, address in address_of.items() if other != host],
                 version=__version__,
                 environment=environment,
                 guarded=self.guarded,
             )
-        failed = _wait_for_first_failure(futures, wait)
-        infos = []
+        try:
+            self.ranks = self._wait_for_all(futures, wait, stopped, address_of)
+        except BaseException:
+            self.client.ask(order, "abandon", ABANDON_S, generation=self.generation)
+            raise
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(previous)
+        self.engines = tuple(order)
+        self.broken = False
+        return self
+
+    def _wait_for_all(
+        self, futures: Mapping[int, Any], wait: float, stopped: Callable[[], bool], address_of: Mapping[str, str]
+    ) -> tuple[RankInfo, ...]:
+        """Wait until every rank has joined. ``futures`` are in the order of the ranks, by engine."""
+        failed = _wait_for_first_failure(futures, wait, stopped)
+        several = len(address_of) > 1
         for rank, (engine, future) in enumerate(futures.items()):
-            host = places[engine]["host"]
+            host = self._places[engine]["host"]
             if engine == failed:
-                where = f" ({host}, {address_of[host]})" if len(hosts) > 1 else ""
+                where = f" ({host}, {address_of[host]})" if several else ""
+                if _has_died(future):
+                    self.died = engine
+                    raise WorldError(f"rank {rank}{where} died. Replace it with %cluster repair.")
                 raise WorldError(
                     f"rank {rank}{where} could not join generation {self.generation}: {_brief(future.result())}"
                 )
             if failed is None and not future.done():
-                addresses = ", ".join(f"{name} {address}" for name, address in address_of.items())
+                why = f"did not join generation {self.generation} in {wait:g} s."
+                if stopped():
+                    why = f"had not joined generation {self.generation} when Stop was pressed."
+                elif several:
+                    addresses = ", ".join(f"{name} {address}" for name, address in address_of.items())
+                    why += f" Addresses: {addresses}. Can they reach each other?"
                 raise WorldError(
-                    f"rank {rank} (engine {engine}, host {host}) did not join generation {self.generation} in "
-                    f"{wait:g} s. "
-                    + (f"Addresses: {addresses}. Can they reach each other? " if len(hosts) > 1 else "")
-                    + "See %cluster status and %cluster logs."
+                    f"rank {rank} (engine {engine}, host {host}) {why} See %cluster status and %cluster logs."
                 )
-            if failed is None:
-                infos.append(from_wire(RankInfo, future.result()))
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(previous)
-        self.engines, self.ranks = tuple(order), tuple(infos)
-        self.broken = False
-        return self
+        return tuple(from_wire(RankInfo, future.result()) for future in futures.values())
 
     def locate(self, wait: float) -> dict[int, dict[str, Any]]:
         """Ask every registered engine where it runs."""
@@ -140,19 +170,24 @@ class World:
         return places
 
 
-def _wait_for_first_failure(futures: Mapping[int, Any], wait: float) -> int | None:
-    """Wait for all; give the engine that failed first, which the others may be waiting for."""
+def _wait_for_first_failure(futures: Mapping[int, Any], wait: float, stopped: Callable[[], bool]) -> int | None:
+    """Wait for all; give the engine that failed first, which the others may be waiting for, or one that has died."""
     deadline = time.monotonic() + wait
     waiting = dict(futures)
-    while waiting:
-        left = deadline - time.monotonic()
-        done, _ = concurrent.futures.wait(waiting.values(), max(0.0, left), "FIRST_COMPLETED")
-        if not done:
-            return None
+    first: int | None = None
+    while waiting and time.monotonic() < deadline and not stopped():
+        done, _ = concurrent.futures.wait(waiting.values(), LOOK_S, "FIRST_COMPLETED")
         for engine in [engine for engine, future in waiting.items() if future in done]:
-            if isinstance(waiting.pop(engine).result(), BaseException):
+            if _has_died(waiting[engine]):
                 return engine
-    return None
+            if isinstance(waiting.pop(engine).result(), BaseException) and first is None:
+                first, deadline = engine, time.monotonic() + NEWS_S
+    return first
+
+
+def _has_died(future: Any) -> bool:
+    """Whether ipyparallel's controller answered in the place of an engine that is gone."""
+    return future.done() and getattr(future.result(), "ename", "") == "EngineError"
 
 
 def free_port() -> int:
@@ -164,5 +199,5 @@ def free_port() -> int:
 
 def _brief(error: BaseException) -> str:
     """Give the first line of an error from a rank, without the C++ frames that torch appends."""
-    text = str(error).split("\nException raised from")[0].split("\nC++ CapturedTraceback")[0]
+    text = str(getattr(error, "evalue", error)).split("\nException raised from")[0].split("\nC++ CapturedTraceback")[0]
     return text.strip().splitlines()[0] if text.strip() else type(error).__name__

@@ -251,12 +251,16 @@ class Kernel:
             self._receive([cell], 0.02)
         return cell
 
-    def run_all(self, codes: Sequence[str], *, timeout: float = 60) -> list[Cell]:
+    def run_all(self, codes: Sequence[str], *, timeout: float = 60, actions: Iterable[Action] = ()) -> list[Cell]:
         """Send all cells at once as Run All does; a cell after a failed one comes back "aborted"."""
         cells = [self.send(code) for code in codes]
-        deadline = time.monotonic() + timeout
+        start = time.monotonic()
+        pending = sorted(actions, key=lambda action: action[0])
         while any(cell.ended is None for cell in cells):
-            if time.monotonic() > deadline:
+            elapsed = time.monotonic() - start
+            while pending and elapsed >= pending[0][0]:
+                pending.pop(0)[1]()
+            if elapsed > timeout:
                 raise TimeoutError(f"Not all cells ended in {timeout:g} s.\n{cells!r}")
             self._receive(cells, 0.02)
         return cells

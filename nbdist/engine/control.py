@@ -135,6 +135,12 @@ def cut(generation: int) -> dict[str, Any]:
     return {"closed": process_group.cut()}
 
 
+def abandon(generation: int) -> dict[str, Any]:
+    """Come out of the forming of a group that another rank cannot join."""
+    process_group.abandon(generation)
+    return {}
+
+
 def stop_request() -> dict[str, Any]:
     """Ask the training loop of this rank to hold at its next step boundary; tell how many steps it has begun."""
     active = gate.current_gate()
@@ -175,6 +181,7 @@ OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "interrupt": interrupt,
     "recent": recent,
     "cut": cut,
+    "abandon": abandon,
     "stop_request": stop_request,
     "stop_at": stop_at,
     "complete": complete,

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from nbdist import Cluster, ClusterError
-from tests.faults.faults import end, frozen, group_is_whole, nothing_was_lost, ready, run
+from tests.faults.faults import end, frozen, group_is_whole, nothing_was_lost, ready, run, stop
 
 NAMED = 2.0  # seconds until a death is named
 REPAIRED = 10.0  # and until its place is filled; 3 on an idle machine, which tests/benchmarks sees to
@@ -216,6 +216,53 @@ def test_a_rank_that_dies_while_it_is_being_replaced_is_told_and_can_be_replaced
         run(ranks, "time.sleep(60)", actions=[(0.1, end(ranks, 1))])
         ranks.repair()
     ready(ranks)
+    nothing_was_lost(ranks)
+
+
+DIES_BEFORE_IT_COMES = "if rank == 1: process_group.open_store = lambda *_: os.kill(os.getpid(), 9)"
+DIES_BEFORE_IT_CONNECTS = """
+def wait(self, keys, *limit, usual=store.LocalStore.wait):
+    if "came" not in keys[0]:
+        os.kill(os.getpid(), 9)
+    usual(self, keys, *limit)
+if rank == 1: store.LocalStore.wait = wait
+"""
+
+
+@pytest.mark.parametrize("moment", [DIES_BEFORE_IT_COMES, DIES_BEFORE_IT_CONNECTS], ids=["comes", "connects"])
+def test_a_death_while_the_group_is_formed_leaves_nobody_waiting(
+    ranks: Cluster, moment: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks.run("from nbdist.engine.world import process_group, store")
+    outcome = run(ranks, f"{moment}\ndist.destroy_process_group()")
+    assert outcome.error is None
+    assert outcome.seconds < NAMED + 1
+    assert (
+        "killed by signal 9 (SIGKILL): often out of memory. Replace it with %cluster repair." in capfd.readouterr().err
+    )
+    began = time.monotonic()
+    assert ranks.repair() == "rank 1 replaced by an empty one; rank 0 kept its state."
+    assert time.monotonic() - began < REPAIRED
+    assert ranks.evaluate("globals().get('kept')") == [100, None]
+    group_is_whole(ranks)
+
+
+def test_stop_ends_the_forming_of_the_group_while_a_rank_is_frozen(ranks: Cluster) -> None:
+    before = ranks.pids
+    freeze = (
+        "from nbdist.engine.world import process_group\n"
+        "def freeze(*arguments, open_store=process_group.open_store):\n"
+        "    process_group.open_store = open_store\n"
+        "    os.kill(os.getpid(), 19)\n"
+        "    return open_store(*arguments)\n"
+        "if rank == 1: process_group.open_store = freeze\n"
+        "dist.destroy_process_group()"
+    )
+    outcome = run(ranks, freeze, actions=[(1.0, stop)])
+    os.kill(before[1], signal.SIGCONT)
+    assert isinstance(outcome.error, KeyboardInterrupt), outcome.text
+    assert outcome.seconds < 1.0 + NAMED + 1
+    assert ranks.pids == before
     nothing_was_lost(ranks)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 
 import pytest
@@ -31,6 +30,7 @@ WHERE = {
     "one rank in a collective": "if rank == 0: dist.all_reduce(torch.ones(1))\nelse: time.sleep(60)",
     "one rank in a receive": "if rank == 0: dist.recv(torch.ones(1), 1)\nelse: time.sleep(60)",
     "async_op": "if rank == 0: dist.all_reduce(torch.ones(1), async_op=True).wait()\nelse: time.sleep(60)",
+    "one rank in new_group": "if rank == 0: dist.new_group([0, 1])\nelse: time.sleep(60)",
     "receive without a frame of torch": (
         "if rank == 0:\n    work = dist.irecv(torch.ones(1), 1)\n    work.wait()\nelse: time.sleep(60)"
     ),
@@ -199,10 +199,11 @@ def test_the_notebooks_stop_ends_a_training_loop(shared_notebook: Kernel) -> Non
 
 def test_cells_that_were_queued_behind_a_stopped_one_do_not_run_and_the_next_one_does(shared_notebook: Kernel) -> None:
     shared_notebook.check("reached = 0")
-    timer = threading.Timer(1.0, shared_notebook.interrupt)
-    timer.start()
-    cells = shared_notebook.run_all(["%%distributed\nimport time; time.sleep(60)", "reached = 1"], timeout=30)
-    timer.join()
+    cells = shared_notebook.run_all(
+        ["%%distributed\nimport time; time.sleep(60)", "reached = 1"],
+        timeout=30,
+        actions=[(1.0, shared_notebook.interrupt)],
+    )
     assert [cell.status for cell in cells] == ["error", "aborted"]
     assert value(shared_notebook, "reached") == 0
     notebooks_group_is_whole(shared_notebook)

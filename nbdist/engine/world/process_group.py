@@ -15,6 +15,7 @@ import os
 import pickle
 import platform
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -42,12 +43,13 @@ from torch.distributed.distributed_c10d import (
 )
 
 from nbdist.engine import network
-from nbdist.engine.world.store import ExchangeStore, is_of_exchange, open_store
+from nbdist.engine.world.store import ExchangeStore, give_up, is_of_exchange, open_store
 from nbdist.errors import WorldError
 from nbdist.records import RankInfo
 
 __all__ = [
     "Counters",
+    "abandon",
     "collectives",
     "counters",
     "current_generation",
@@ -63,6 +65,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 FLIGHT_RECORDER_ENTRIES = "2000"
+KNOCK_S = 1.0  # to connect to a listener of this process
 # the Flight Recorder's names of dtypes -> torch's
 DTYPES = {
     "byte": "uint8",
@@ -78,12 +81,14 @@ DTYPES = {
 Counters = Mapping[int, tuple[int, int]]  # torch's number of a group -> (last collective enqueued, last completed)
 
 _generation = 0
+_abandoned = 0  # up to this generation no group is formed any more
 _info: RankInfo | None = None
 _names: dict[int, str] = {}  # torch's number of a group in this process -> its name, which all ranks share
 _made = 0  # groups that this process has made in all generations
 _left: dict[int, int] = {}  # torch's number of a group that was left -> its generation
 _sockets: dict[int, str] = {}  # descriptor -> inode, of every group of this generation
 _sockets_lock = threading.Lock()
+_before: dict[int, str] | None = None  # the sockets there were when the group that is being made was begun
 _stores: list[Any] = []  # torch keeps only the C++ half of a store
 
 
@@ -98,6 +103,7 @@ def join(
     backend: str,
     store: str,
     timeout: float,
+    forming: float,
     peers: Sequence[str],
     version: str,
 ) -> RankInfo:
@@ -109,13 +115,15 @@ def join(
         Path of the file that the ranks of this host meet in (``torch.distributed.FileStore``); empty: the exchange.
     timeout : float
         Seconds after which a collective gives up.
+    forming : float
+        Seconds to wait for the other ranks to come.
     peers : sequence of str
         Addresses of the other hosts; none when all ranks are on this one: gloo then listens on 127.0.0.1 only.
 
     Raises
     ------
     WorldError
-        When the all_reduce does not give the sum that it must.
+        When the all_reduce does not give the sum that it must, or another rank could not join.
     """
     global _generation, _info
     leave()
@@ -144,6 +152,10 @@ def join(
     meeting = open_store(store, world_size, timedelta(seconds=timeout))
     prefixed = PrefixStore(f"gen{generation}", meeting)
     _stores[:] = [meeting, prefixed]
+    if generation <= _abandoned:  # after the store was opened: what is abandoned later ends the waits for it
+        raise WorldError(f"generation {generation} is not formed any more: another rank could not join")
+    prefixed.set(f"came/{rank}", "")
+    prefixed.wait([f"came/{other}" for other in range(world_size)], timedelta(seconds=forming))
     init_process_group(
         backend,
         store=prefixed,
@@ -211,6 +223,7 @@ def device(local_rank: int, backend: str = "") -> torch.device:
 def leave() -> None:
     """Leave the current group, if there is one. Whoever still holds it (a DDP object) gets an error at once."""
     if not is_initialized():
+        c10d._world.group_count = 0  # a group that could not be formed is in torch's names of all later ones
         return
     cut()
     _left.update(dict.fromkeys(_names, _generation))
@@ -221,13 +234,25 @@ def leave() -> None:
         log.warning("destroying the process group of generation %d: %s", _generation, error)
 
 
+def abandon(generation: int) -> None:
+    """Come out of the forming of a generation that another rank cannot join, or do not begin it. From any thread."""
+    global _abandoned
+    _abandoned = max(_abandoned, generation)
+    if generation == _generation:
+        cut()
+
+
 def cut() -> int:
-    """Shut down the sockets of all groups of this generation; give how many there were. Callable from any thread."""
+    """Shut down the sockets of all groups of this generation; give how many there were. Callable from any thread.
+
+    A group that is being made is given up, too: ``new_group`` waits in the store for ranks that do not call it.
+    """
+    give_up()
     if is_initialized() and get_backend() == "nccl":
         c10d._abort_process_group()
         return 1
     with _sockets_lock:
-        known = dict(_sockets)
+        known = dict(_sockets) | (_added_to(_before) if _before is not None else {})
         _sockets.clear()
     closed = 0
     for descriptor, inode in known.items():
@@ -235,10 +260,23 @@ def cut() -> int:
         if _inode(descriptor) != inode:
             continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and not is_of_exchange(connection):
+            if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                _knock(connection)
+            elif not is_of_exchange(connection):
                 connection.shutdown(socket.SHUT_RDWR)
                 closed += 1
     return closed
+
+
+def _knock(listener: socket.socket) -> None:
+    """Connect to gloo's own listener in the place of every peer, and hang up.
+
+    gloo waits for a peer that has told its address and died before it connected until the group's timeout, five times
+    over, and hears of nothing else. A peer says who it is by the number of the pair: 8 bytes, counted from 0.
+    """
+    for pair in range(int(os.environ["WORLD_SIZE"])):
+        with socket.create_connection(listener.getsockname()[:2], KNOCK_S) as connection:
+            connection.sendall(struct.pack("=q", pair))
 
 
 def progress() -> dict[str, tuple[int, int]]:
@@ -343,13 +381,18 @@ def _watch_new_groups() -> None:
 
 @contextlib.contextmanager
 def _remember_sockets() -> Iterator[None]:
-    before = _open_sockets()
+    global _before
+    _before = before = _open_sockets()
     try:
         yield
     finally:
-        added = {d: inode for d, inode in _open_sockets().items() if before.get(d) != inode}
         with _sockets_lock:
-            _sockets.update(added)
+            _before = None
+            _sockets.update(_added_to(before))
+
+
+def _added_to(before: dict[int, str]) -> dict[int, str]:
+    return {descriptor: inode for descriptor, inode in _open_sockets().items() if before.get(descriptor) != inode}
 
 
 def _open_sockets() -> dict[int, str]:

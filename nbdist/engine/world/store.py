@@ -1,7 +1,10 @@
-"""The store that ranks on several hosts meet in: torch's interface over the cluster's encrypted exchange.
+"""The stores that ranks meet in: a file on one host, the cluster's encrypted exchange on several.
 
-No rank hosts it and no stranger reaches it, so it outlives every rank and serves all generations of the group, each
-under a prefix of its own.
+No rank hosts the exchange's and no stranger reaches it, so it outlives every rank and serves all generations of the
+group, each under a prefix of its own.
+
+A wait for a key ends early in both: by a signal of the main thread, and by ``give_up`` from any other. In torch's own
+``FileStore`` a rank waits in C++ for a peer that has died until the group's timeout, half an hour.
 """
 
 from __future__ import annotations
@@ -20,15 +23,17 @@ from torch._C._distributed_c10d import FileStore, Store
 
 from nbdist.channel import STORE, ExchangeAddress, connect, local_address
 
-__all__ = ["ExchangeStore", "is_of_exchange", "meet_at", "open_store", "own_address"]
+__all__ = ["ExchangeStore", "LocalStore", "give_up", "is_of_exchange", "meet_at", "open_store", "own_address"]
 
 ANSWER_S = 30.0  # for what the exchange answers at once
 SLICE_S = 0.2  # how long a wait keeps signals of the main thread from being handled
+LOOKS_S = (0.0002, 0.01)  # between two looks at a file: at first, and later
 
 Value = bytes | str
 
 _address: ExchangeAddress | None = None
 _exchange: ExchangeStore | None = None
+_given_up = threading.Event()
 
 
 def meet_at(address: ExchangeAddress) -> None:
@@ -45,13 +50,19 @@ def own_address() -> str:
 def open_store(path: str, world_size: int, timeout: timedelta) -> Store:
     """Give the store to meet in: a file of this host, or the exchange where ``path`` is empty."""
     global _exchange
+    _given_up.clear()
     if path:
-        return FileStore(path, world_size)
+        return LocalStore(path, world_size, timeout)
     assert _address is not None
     if _exchange is None:
         _exchange = ExchangeStore(_address, timeout)
     _exchange.set_timeout(timeout)
     return _exchange
+
+
+def give_up() -> None:
+    """End every wait for a key in this process, until a store is opened again: whoever was to set it will not."""
+    _given_up.set()
 
 
 def is_of_exchange(connection: socket.socket) -> bool:
@@ -60,6 +71,70 @@ def is_of_exchange(connection: socket.socket) -> bool:
         return _address is not None and connection.getpeername()[:2] == (_address.host, _address.port)
     except OSError:
         return False
+
+
+class LocalStore(Store):
+    """torch's ``FileStore``, but for its waits. torch keeps only the C++ half of it: hold on to it."""
+
+    def __init__(self, path: str, world_size: int, timeout: timedelta) -> None:
+        super().__init__()
+        self._file: Any = FileStore(path, world_size)  # typed for text alone; takes bytes
+        self._timeout = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long ``get`` and ``wait`` wait for a key."""
+        return self._timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    def clone(self) -> LocalStore:
+        """Give this store: a file is opened anew for each call."""
+        return self
+
+    def set(self, key: str, value: Value) -> None:
+        self._file.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        value: bytes = self._file.get(key)
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._file.add(key, amount))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._file.check(list(keys)))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        seconds = (self._timeout if timeout is None else timeout).total_seconds()
+        deadline = time.monotonic() + seconds
+        pause = LOOKS_S[0]
+        while not self.check(keys):
+            _refuse_given_up(f"wait for {', '.join(keys)}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"Timed out waiting {seconds:g} s for {', '.join(keys)}")
+            time.sleep(pause)
+            pause = min(2 * pause, LOOKS_S[1])
+
+    def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
+        value: bytes = self._file.compare_set(key, expected, desired)
+        return value
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._file.delete_key(key))
+
+    def num_keys(self) -> int:
+        return int(self._file.num_keys())
+
+
+def _refuse_given_up(what: str) -> None:
+    if _given_up.is_set():
+        raise RuntimeError(f"{what}: given up, since another rank does not come")
 
 
 class ExchangeStore(Store):
@@ -161,7 +236,10 @@ class ExchangeStore(Store):
                     _, answered, *values = client.recv_multipart()
                     if answered == number:  # not the late answer to a question that was given up
                         return values
-                elif left <= 0:
+                    continue
+                if wait is not None:
+                    _refuse_given_up(f"{operation} {words[0].decode()}")
+                if left <= 0:
                     what = f"{operation} {words[0].decode() if words else ''}"  # a value may be long, and binary
                     where = f"{self._address.host}:{self._address.port}"
                     raise RuntimeError(f"store at {where}: {what} timed out after {seconds:g} s")
