@@ -25,14 +25,18 @@ def test_notebook_is_committed_without_outputs_and_stops_its_cluster(path: Path)
     assert code[-1].source == "%cluster stop"
     assert notebook.cells[0].cell_type == "markdown", "a notebook opens with what the reader will see"
     assert notebook.metadata.kernelspec.name == "python3"
+    assert code[0].source.startswith("%load_ext nbdist\ncluster = %cluster start -n ")
+    nbformat.validate(notebook)
+    assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
 
 
-def test_other_notebooks_run_top_to_bottom(tmp_path: Path) -> None:
-    for path in NOTEBOOKS:
-        if path.name != NOTEBOOK:
-            notebook = nbformat.read(path, as_version=4)
-            notebook_client(notebook, tmp_path, timeout=110).execute()
-            assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code"), path
+@pytest.mark.timeout(240)  # each is meant for less than a minute on two free cores
+@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.name != NOTEBOOK], ids=lambda path: path.stem)
+def test_notebook_runs_top_to_bottom_and_its_own_asserts_hold(path: Path, tmp_path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    notebook_client(notebook, tmp_path, timeout=110).execute()
+    assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
+    assert not list(tmp_path.iterdir()), "a notebook leaves nothing in the reader's folder"
 
 
 @dataclass
