@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -670,7 +671,7 @@ class Cluster:
     def _route(self, message: dict[str, Any]) -> None:
         """Take one iopub message, in ipyparallel's IO thread."""
         if message["msg_type"] == "nbdist_records":
-            payload = message["content"]
+            payload = json.loads(bytes(message["buffers"][0]))
             with self._changed:
                 early = self._early
                 if early is not None:

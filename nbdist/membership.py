@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
@@ -212,7 +213,8 @@ def _catch_up(cluster: Cluster) -> None:
     """Ask the ranks for the records that nobody has heard; then go on with those that have come meanwhile."""
     client = cluster.client
     replies = client.ask(client.ids, "recent", timeout=CATCH_UP_S)
-    held = {engine: reply["payloads"] for engine, reply in replies.items() if reply is not None and reply["payloads"]}
+    heard = {engine: json.loads(reply["payloads"]) for engine, reply in replies.items() if reply is not None}
+    held = {engine: payloads for engine, payloads in heard.items() if payloads}
     missed = list(itertools.chain.from_iterable(held.values()))
     cluster.telemetry.catch_up(missed)
     last = {_sender(payload): payload["number"] for payload in missed}

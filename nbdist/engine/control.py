@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -47,7 +48,10 @@ def install(kernel: Any) -> None:
     global _publish
 
     def publish(payload: dict[str, Any]) -> None:
-        kernel.session.send(kernel.iopub_socket, "nbdist_records", payload, ident=b"nbdist")
+        # not as the message's content: the session refuses what is not in JSON's standard, and a loss may be NaN
+        kernel.session.send(
+            kernel.iopub_socket, "nbdist_records", {}, ident=b"nbdist", buffers=[json.dumps(payload).encode()]
+        )
 
     _publish = publish
 
@@ -78,7 +82,7 @@ def who() -> dict[str, Any]:
 
 def recent() -> dict[str, Any]:
     """The last records of this rank, which nobody may have heard."""
-    return {"payloads": list(recorder.sent)}
+    return {"payloads": json.dumps(list(recorder.sent))}
 
 
 def progress() -> dict[str, Any]:

@@ -8,7 +8,7 @@ import random
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
@@ -373,10 +373,11 @@ def first_tensor_length(batch: Any) -> int | None:
         return batch.shape[0] if batch.ndim else 1
     if isinstance(batch, (list, tuple)):
         parts: Iterable[Any] = batch
-    elif isinstance(batch, dict):
+    elif isinstance(batch, Mapping):
         parts = batch.values()
     else:
-        return None
+        samples = getattr(batch, "samples", None)  # a window of batches
+        return samples if isinstance(samples, int) else None
     for part in parts:
         length = first_tensor_length(part)
         if length is not None:

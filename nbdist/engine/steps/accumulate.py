@@ -60,6 +60,11 @@ class Window:
             with self._reducing(number == len(self._batches)):
                 yield batch
 
+    @property
+    def samples(self) -> int:
+        """Number of samples of all batches; ``nbdist.track`` counts them."""
+        return sum(self._sizes)
+
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Give the current batch's mean loss times its share of the window's samples."""
         return loss * self._share
