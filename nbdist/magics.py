@@ -111,7 +111,10 @@ class ClusterMagics(Magics):
             if running is None:
                 print("No cluster is running.")
             else:
+                unwell = _unwell(running)
                 running.stop()
+                if unwell:
+                    print(f"Ended all ranks, also {unwell}.")
             return None
         running = clusters.require()
         if command == "status":
@@ -264,6 +267,16 @@ def _start(options: dict[str, Any]) -> Any:
             from nbdist.cells import Stopped
 
             raise Stopped(["The start was stopped; nothing is left of it."]) from None
+
+
+def _unwell(running: Any) -> str:
+    """Name the ranks that could not have ended by themselves."""
+    if running.defunct:
+        return ""
+    states = {row.rank: row.state.partition(":")[0] for row in running.status()}
+    return ", ".join(
+        f"rank {rank} ({state})" for rank, state in states.items() if state.startswith(("dead", "no answer"))
+    )
 
 
 def _ranks(text: str | None, cluster: Any) -> tuple[int, ...] | None:

@@ -76,8 +76,10 @@ def test_stop_ends_frozen_and_dead_ranks_too(kernel: Kernel) -> None:
         "import os, signal\nos.kill(cluster.pids[1], signal.SIGKILL); os.kill(cluster.pids[0], signal.SIGSTOP)"
     )
     began = time.monotonic()
-    kernel.check("%cluster stop")
+    stopped = kernel.check("%cluster stop")
     assert time.monotonic() - began < 15
+    assert "rank 0 (no answer in 0.8 s), rank 1 (dead)." in stopped.text
+    assert kernel.check("%cluster stop").text == "No cluster is running.\n"
     assert kernel.seconds_until_gone(5) < 5
 
 
