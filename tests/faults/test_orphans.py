@@ -29,9 +29,20 @@ def folders() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob("nbdist-*"))
 
 
-@pytest.mark.parametrize(
-    "cell", ["if rank == 0: dist.all_reduce(torch.ones(1))\nelse: __import__('time').sleep(90)", "1"]
-)
+BUSY = {
+    "nothing": "1",
+    "collective": "if rank == 0: dist.all_reduce(torch.ones(1))\nelse: __import__('time').sleep(90)",
+    "workers": (
+        "import time\n"
+        "class Slow(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 1000\n"
+        "    def __getitem__(self, i): time.sleep(0.2); return i\n"
+        "for batch in torch.utils.data.DataLoader(Slow(), num_workers=2): dist.all_reduce(batch)"
+    ),
+}
+
+
+@pytest.mark.parametrize("cell", BUSY.values(), ids=BUSY)
 def test_nothing_is_left_two_seconds_after_the_kernel_was_killed(kernel: Kernel, cell: str) -> None:
     before = folders()
     started(kernel)
