@@ -10,7 +10,7 @@ EMPTY :=
 SPACE := $(EMPTY) $(EMPTY)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lab check test faults multinode chaos bench interop browser clean
+.PHONY: help demo lab check test faults slow multinode chaos bench interop browser clean
 
 help:   ## this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /make \1	/' | expand -t 14
@@ -40,13 +40,16 @@ test: check browser $(VENV)/ipykernels.stamp   ## check, then every suite (PYTES
 faults: $(VENV)/test.stamp   ## every test of faults
 	$(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
 
+slow: $(VENV)/test.stamp   ## what takes a minute a test: three axes on eight ranks
+	NBDIST_TEST_SLOW=1 $(BIN)/python -m pytest -m slow tests/training
+
 multinode: $(VENV)/test.stamp   ## every test of several hosts, schedulers and users (root; installs what is missing by apt)
 	$(BIN)/python -m pytest --multinode --require-multinode tests/multinode $(PYTEST_ARGS)
 
 chaos: $(VENV)/test.stamp   ## two hundred random faults on one cluster (CHAOS_ARGS="--seed 7 --ranks 4")
 	$(BIN)/python -m tests.faults.chaos --faults 200 $(CHAOS_ARGS)
 
-bench: $(VENV)/test.stamp   ## measure against ipyparallel and torchrun (NAME=start|cell|stream|train|records; default all)
+bench: $(VENV)/test.stamp   ## measure against ipyparallel and torchrun (NAME=start|cell|stream|train|trainer|records; default all)
 	$(BIN)/python -m tests.benchmarks $(NAME)
 
 interop: $(VENV)/test.stamp   ## train by Accelerate, Hugging Face and Lightning inside cells (installs them)

@@ -20,6 +20,7 @@ OPTIONS: dict[str, tuple[type, str]] = {
     "extra": (str, "a further option of sbatch; may be given several times"),
     "image": (str, "container image"),
     "namespace": (str, "Kubernetes namespace"),
+    "ray_address": (str, "address of the Ray cluster: 10.0.0.1:6379"),
     "address": (str, "address of this host that the others reach"),
     "python": (str, "the hosts' Python"),
 }

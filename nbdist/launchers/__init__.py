@@ -9,6 +9,7 @@ from __future__ import annotations
 from nbdist.launchers.kubernetes import KubernetesAgents
 from nbdist.launchers.local import AgentLauncher, ControllerLauncher
 from nbdist.launchers.mpi import MPIAgents
+from nbdist.launchers.ray import RayAgents
 from nbdist.launchers.remote import Plan, RemoteAgents, Slot
 from nbdist.launchers.slurm import SlurmAgents
 from nbdist.launchers.ssh import SSHAgents
@@ -19,6 +20,7 @@ __all__ = [
     "KubernetesAgents",
     "MPIAgents",
     "Plan",
+    "RayAgents",
     "RemoteAgents",
     "SSHAgents",
     "Slot",

@@ -12,3 +12,6 @@ c.Cluster.send_engines_connection_env = False  # no key in an environment: it is
 # c.KubernetesAgents.gpus_per_node = 8
 # c.KubernetesAgents.namespace = "research"
 # c.KubernetesAgents.notebook_labels = {"app": "jupyter"}
+# c.KubernetesAgents.pod = {"nodeSelector": {"gpu": "h100"}, "imagePullSecrets": [{"name": "registry"}]}
+# c.KubernetesAgents.container = {"env": [{"name": "NCCL_DEBUG", "value": "INFO"}]}
+# c.KubernetesAgents.context = "cluster-of-the-lab"  # else the current one of KUBECONFIG

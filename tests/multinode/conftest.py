@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -25,6 +26,8 @@ PACKAGES = {
     "mpiexec": "openmpi-bin",
     "setpriv": "util-linux",
 }
+# of the extra `test`; absent where one has installed less
+MODULES = ("ray", "kubernetes", "kmock")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -40,7 +43,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @functools.cache
 def _missing(programs: tuple[str, ...]) -> str:
     """Install what is missing; say what cannot be had, or nothing."""
-    if os.geteuid() != 0:
+    modules = [name for name in programs if name in MODULES and importlib.util.find_spec(name) is None]
+    if modules:
+        return f"{', '.join(modules)} missing: pip install 'nbdist[test]'"
+    programs = tuple(name for name in programs if name not in MODULES)
+    if programs and os.geteuid() != 0:
         return "needs root: it makes network namespaces and daemons"
     path = os.environ["PATH"] + ":/usr/sbin:/sbin"
     absent = [program for program in programs if shutil.which(program, path=path) is None]
@@ -57,7 +64,7 @@ def _missing(programs: tuple[str, ...]) -> str:
 
 @pytest.fixture(scope="session")
 def need(pytestconfig: pytest.Config) -> Callable[..., None]:
-    """Skip a test whose programs cannot be had; fail it with ``--require-multinode``."""
+    """Skip a test whose programs or modules cannot be had; fail it with ``--require-multinode``."""
 
     def check(*programs: str) -> None:
         why = _missing(programs)
