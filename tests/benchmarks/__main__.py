@@ -8,7 +8,19 @@ import os
 import sys
 import time
 
-NAMES = ("start", "cell", "stream", "train", "records", "faults", "checkpoint", "strategies", "hosts", "scale")
+NAMES = (
+    "start",
+    "cell",
+    "stream",
+    "train",
+    "trainer",
+    "records",
+    "faults",
+    "checkpoint",
+    "strategies",
+    "hosts",
+    "scale",
+)
 
 
 def main() -> int:

@@ -26,9 +26,10 @@ class Ranks:
     Inside, ``torch.distributed`` is initialized and RANK and WORLD_SIZE are set.
     """
 
-    def __init__(self, folder: Path, size: int = 2) -> None:
+    def __init__(self, folder: Path, size: int = 2, timeout: float = TIMEOUT) -> None:
         self.folder = folder
         self.size = size
+        self.timeout = timeout
         self._meetings = 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
@@ -60,9 +61,9 @@ class Ranks:
             during()
         replies = []
         for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(TIMEOUT):
+            if not pipe.poll(self.timeout):
                 self.stop()
-                raise AssertionError(f"rank {rank} gave no answer within {TIMEOUT} s")
+                raise AssertionError(f"rank {rank} gave no answer within {self.timeout} s")
             replies.append(cloudpickle.loads(pipe.recv()))
         return replies
 

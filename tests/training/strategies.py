@@ -182,6 +182,9 @@ def built(strategy: str) -> Any:
         "pp tp": lambda: nbdist.pipeline(
             stages(2), n_microbatches=2, dims=dims(dp_shard=1, tp=2, pp=2), tp_plan=tp_plan()
         ),
+        "pp fsdp tp": lambda: nbdist.pipeline(
+            stages(2), n_microbatches=2, dims=dims(dp_shard=2, tp=2, pp=2), tp_plan=tp_plan()
+        ),
     }
     return made[strategy]()
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from nbdist.engine.saving import checkpoint, shards
 from nbdist.engine.saving.checkpoint import load_checkpoint, save_checkpoint
 from nbdist.engine.strategies.parallel import parallelize, unwrap
-from nbdist.engine.telemetry.recorder import recorder
+from nbdist.engine.telemetry import recorder as recorders
 from nbdist.engine.world import meeting
 from nbdist.errors import WorldError
 from tests.training.models import adamw, apart, loss_fn, net, samples, sgd, share, weights
@@ -37,7 +37,7 @@ BATCHES = [samples(12, seed) for seed in range(6)]
 def no_save_under_way():
     yield
     if checkpoint._last is not None:
-        checkpoint._last._future.exception(30)
+        checkpoint._last.future.exception(30)
 
 
 def train(model, optimizer, batches):
@@ -221,7 +221,7 @@ def test_a_call_by_one_rank_only_ends_in_one_sentence_and_the_next_call_works(ra
                 save_checkpoint(folder, model=net())
             seconds, message = time.monotonic() - began, str(caught.value)
         else:
-            meeting.cell_ended(recorder.cell)
+            meeting.cell_ended(recorders.recorder.cell)
         dist.barrier()
         path = save_checkpoint(folder, model=net(), step=1).result(30)
         return seconds, message, path.name

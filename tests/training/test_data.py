@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import types
 import warnings
+import weakref
+from datetime import timedelta
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from nbdist.engine.loading import data
@@ -233,3 +237,26 @@ def test_the_batch_is_a_share_of_the_samples():
     inputs, targets = samples(8)
     loader = distributed_loader(torch.utils.data.TensorDataset(inputs, targets), batch_size=4)
     assert [len(x) for x, _ in loader] == [4, 4]
+
+
+class Collecting(Numbers):
+    def __getitem__(self, index):
+        return torch.tensor(gc.collect() * 0 + index)
+
+
+def test_a_worker_does_not_take_apart_a_group_that_its_rank_has_left(ranks):
+    def read():
+        gc.collect()
+        gc.disable()
+        try:
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            left: list = [dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=10))]
+            left.append(left)
+            alive = weakref.ref(left[0])
+            del left
+            loader = distributed_loader(Collecting(4), batch_size=1, num_workers=2, shuffle=False)
+            return [batch.item() for batch in loader], alive() is not None
+        finally:
+            gc.enable()
+
+    assert ranks.run(read) == [([0, 2], True), ([1, 3], True)]

@@ -58,6 +58,23 @@ def test_a_hook_sends_fewer_bytes_and_training_goes_on_alike(ranks, name, most):
         assert apart(zero, ranks.run(plain)[0]) < 2e-2
 
 
+def test_low_rank_gradients_of_many_buckets_leave_the_ranks_equal(ranks):
+    def train():
+        torch.manual_seed(0)
+        hook = nbdist.comm_hook("powersgd", start_powerSGD_iter=2)
+        many = nn.Sequential(*[nn.Linear(300, 300) for _ in range(8)])
+        model = nbdist.parallelize(many, "ddp", comm_hook=hook, bucket_cap_mb=0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        for step in range(40):
+            torch.manual_seed(2 * step + dist.get_rank())
+            model(torch.randn(8, 300)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return bool(nbdist.check_sync(model))
+
+    assert ranks.run(train) == [True, True]
+
+
 def test_bf16_gradients_stay_near_those_of_one_process(ranks):
     expected, _ = alone(global_batches())
     assert farthest(ranks.run(trained, "ddp bf16 hook", global_batches()), expected) < 5e-3
@@ -107,3 +124,25 @@ def test_a_change_after_wrapping_is_told_at_the_next_step_once(ranks, what):
     for messages in ranks.run(change):
         (message,) = messages
         assert CHANGES[what][1] in message
+
+
+@pytest.mark.parametrize("name", ["powersgd", "bf16"])
+def test_a_compressed_run_that_was_saved_and_loaded_equals_one_that_was_not(ranks, tmp_path, name):
+    def train(steps, load):
+        hook = nbdist.comm_hook(name)
+        model = nbdist.parallelize(wide(), "ddp", comm_hook=hook, bucket_cap_mb=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        trainer = Trainer(model, optimizer, nn.functional.cross_entropy, wide_batches(20))
+        if load:
+            nbdist.load_checkpoint(tmp_path, trainer=trainer)
+        trainer.train(steps - trainer.global_step)
+        if not load:
+            nbdist.save_checkpoint(tmp_path, trainer=trainer).result()
+        if steps == 10:
+            trainer.train(5)
+        return weights(model)
+
+    expected = ranks.run(train, 10, False)
+    again = ranks.run(train, 15, True)
+    for got, whole in zip(again, expected, strict=True):
+        assert apart(got, whole) < 1e-6

@@ -39,7 +39,7 @@ def make_trainer(pause=0.0):
 def undisturbed():
     trainer = make_trainer()
     trainer.train(STEPS)
-    return weights(trainer.model), trainer.epoch, trainer._position
+    return weights(trainer.model), trainer.epoch, trainer._windows.position
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_an_interrupt_anywhere_loses_no_step_and_no_batch(ranks, tmp_path, expec
                 generation += 1
                 form_group(str(folder / f"group-{generation}"), rank, 2)
                 trainer._rejoin()  # train() does it too, but the number of steps left is asked for before
-        return generation, weights(trainer.model), trainer.epoch, trainer._position
+        return generation, weights(trainer.model), trainer.epoch, trainer._windows.position
 
     def disturb():
         chance = random.Random(seed)
@@ -183,12 +183,12 @@ def test_a_rank_that_was_cut_off_before_its_update_gets_it_from_the_others(ranks
         dist.destroy_process_group()
         form_group(store, rank, 2)
         trainer.train(5)
-        return weights(trainer.model), trainer.global_step, trainer.epoch, trainer._position, trainer.optimizer
+        return weights(trainer.model), trainer.global_step, trainer.epoch, trainer._windows.position, trainer.optimizer
 
     def undisturbed():
         trainer = trainer_of()
         trainer.train(15)
-        return weights(trainer.model), 15, trainer.epoch, trainer._position, trainer.optimizer
+        return weights(trainer.model), 15, trainer.epoch, trainer._windows.position, trainer.optimizer
 
     whole, _ = ranks.run(undisturbed)
     for cut in ranks.run(train, str(tmp_path / "second")):

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from nbdist.engine.cells import gate
 from nbdist.engine.loading.data import distributed_loader
+from nbdist.engine.steps.accumulate import accumulate
 from nbdist.engine.steps.training import Trainer
 from nbdist.engine.telemetry import meters
 from nbdist.engine.telemetry import recorder as recorders
@@ -199,6 +200,25 @@ def test_spans_add_up_within_a_step(published):
         assert 0.01 <= record["values"]["augment"] < 0.05
     with pytest.raises(ValueError, match="would overwrite a column"), meters.span("loss"):
         pass
+
+
+def test_phases_of_an_own_loop_fill_the_columns_of_a_trainers(published):
+    for _ in meters.track(batches(1)):
+        with meters.span("forward"):
+            time.sleep(0.005)
+    assert 0.005 <= published.steps[0]["forward"] < 0.05
+
+
+def test_a_window_of_batches_counts_as_their_samples(published):
+    model = torch.nn.Linear(1, 1)
+    for window in meters.track(accumulate(model, [torch.zeros(3, 1), torch.zeros(2, 1), torch.zeros(1, 1)], 2)):
+        for batch in window:
+            model(batch)
+    assert [record["samples"] for record in published.steps] == [5, 1]
+
+
+def test_the_mean_takes_a_loss_as_it_is():
+    assert meters.mean(torch.tensor(2.0, requires_grad=True) * 1.0) == 2.0
 
 
 def test_records_are_sent_without_a_flush(published):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import nbdist
 from nbdist.engine.steps.training import Trainer
+from tests.training.models import apart, samples, weights
 from tests.training.strategies import alone, farthest, global_batches, gpt, loss_fn, stages, trained, whole_state
 
 
@@ -37,6 +40,15 @@ def test_stages_that_no_schedule_can_run_are_refused(ranks, count, options, mess
     assert message in zero
 
 
+def test_a_rank_without_anything_to_train_is_refused_on_all(ranks):
+    def build():
+        front, back = stages(2)
+        return nbdist.pipeline([front, torch.nn.Flatten(0, 1)]), back
+
+    zero, one = ranks.run(lambda: refused(build))
+    assert zero == one == "Stage 1 has no parameter that requires a gradient. Join it with a neighbouring stage."
+
+
 def test_a_batch_that_does_not_divide_is_refused_with_what_would(ranks):
     def feed():
         model = nbdist.pipeline(stages(2), n_microbatches=3)
@@ -57,6 +69,22 @@ def test_batches_of_several_shapes_run_through_one_pipeline(ranks):
     batches = global_batches([8, 4, 8, 12, 4])
     weights, _ = alone(batches)
     assert farthest(ranks.run(trained, "pp 1f1b", batches), weights) < 2e-6
+
+
+def test_compiled_stages_train_alike(ranks):
+    batches = [samples(8, seed) for seed in (1, 2)]
+
+    def train(compile):
+        torch.manual_seed(0)
+        model = nbdist.pipeline([torch.nn.Linear(6, 4), torch.nn.Linear(4, 3)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch.compile's own imports
+            Trainer(model, optimizer, torch.nn.functional.cross_entropy, batches, compile=compile).train(2)
+        return weights(model)
+
+    for compiled, plain in zip(ranks.run(train, True), ranks.run(train, False), strict=True):
+        assert apart(compiled, plain) < 1e-6
 
 
 def test_each_rank_keeps_its_stages_under_the_names_of_the_whole(ranks):

@@ -23,7 +23,7 @@ from nbdist.engine.saving.checkpoint import load_checkpoint, save_checkpoint
 from nbdist.engine.steps.training import Trainer
 from nbdist.engine.strategies.parallel import parallelize
 from nbdist.engine.strategies.sync import check_sync
-from tests.training.models import adamw, loss_fn, samples, sgd, weights
+from tests.training.models import adamw, apart, loss_fn, net, samples, sgd, weights
 from tests.training.ranks import Ranks, form_group
 
 
@@ -61,7 +61,7 @@ def end_of(trainer):
     return (
         weights(trainer.model),
         [state[i]["exp_avg_sq"] for i in state],
-        (trainer.global_step, trainer.epoch, trainer._position, trainer.scheduler.get_last_lr()),
+        (trainer.global_step, trainer.epoch, trainer._windows.position, trainer.scheduler.get_last_lr()),
         trainer.scaler and trainer.scaler.get_scale(),
         (torch.rand(1).item(), numpy.random.rand(), random.random()),
     )
@@ -153,6 +153,26 @@ def test_a_loop_of_ones_own_goes_on_where_it_was(ranks, tmp_path, workers, at):
     again = ranks.run(train, tmp_path / "saved", workers, at, True)
     assert [step for _, step in again] == [14, 14]
     assert equal(again, expected)
+
+
+def test_a_trainer_goes_on_in_the_order_of_the_run_that_was_saved(ranks, tmp_path):
+    def go(folder):
+        def made(number):
+            seed(number)
+            model = parallelize(net(number), "ddp")
+            loader = distributed_loader(torch.utils.data.TensorDataset(*samples(40)), 4)
+            return Trainer(model, adamw(model.parameters()), loss_fn, loader)
+
+        first, second = made(1), made(2)
+        first.train(2)
+        save_checkpoint(folder, trainer=first).result(30)
+        first.train(3)
+        load_checkpoint(folder, trainer=second)
+        second.train(3)
+        return weights(first.model), weights(second.model)
+
+    for straight, resumed in ranks.run(go, tmp_path):
+        assert apart(straight, resumed) == 0.0
 
 
 def test_train_saves_every_k_steps_and_keeps_the_last_three(ranks, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import glob
 import multiprocessing
 import os
@@ -27,6 +28,11 @@ __all__ = ["SeededBatches", "end_workers", "explained", "made_for_workers", "mix
 DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
 
 _warned = False
+
+# A worker must not collect what it inherited by fork. Taking a process group apart joins its threads, which are not
+# there in a worker: it dies by SIGSEGV, or waits for ever. Groups that were left, with models around them in reference
+# cycles, lie about in every rank until some collection finds them.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 class SeededBatch(list[Any]):

@@ -14,73 +14,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import logging
 import os
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from nbdist.engine.loading.randomness import random_states, set_random_states
+from nbdist.engine.loading.randomness import random_states
 from nbdist.engine.saving import folders, plain, shards, states
-from nbdist.engine.world.meeting import Meeting, meet
+from nbdist.engine.saving.reading import Reading
+from nbdist.engine.saving.writing import SavedCheckpoint, line_of, wait_for, write
+from nbdist.engine.world.meeting import meet
 
-__all__ = ["SavedCheckpoint", "load_checkpoint", "save_checkpoint"]
-
-log = logging.getLogger(__name__)
-
-WRITE_LIMIT = 1800.0  # seconds that a rank may write
+__all__ = ["load_checkpoint", "save_checkpoint"]
 
 _last: SavedCheckpoint | None = None
-
-
-class SavedCheckpoint:
-    """A checkpoint that is being written, or was: what ``save_checkpoint`` gives."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder
-        self._future: Future[Path] = Future()
-        self._asked = False
-
-    def result(self, timeout: float | None = None) -> Path:
-        """Wait until every rank has written and the folder has its name; give the folder.
-
-        Raises
-        ------
-        TimeoutError
-            After ``timeout`` seconds; writing goes on.
-        OSError
-            On all ranks, when one of them could not write; the checkpoint before is still whole.
-        """
-        from concurrent.futures import TimeoutError as FutureTimeout
-
-        try:
-            path = self._future.result(timeout)
-        except FutureTimeout:
-            if self._future.done():
-                self._asked = True
-                raise
-            raise TimeoutError(f"{self.path.name} is still being written after {timeout:g} s.") from None
-        except BaseException:
-            self._asked = True
-            raise
-        return path
-
-    def done(self) -> bool:
-        """Tell whether writing has ended, one way or the other."""
-        return self._future.done()
-
-    def __repr__(self) -> str:
-        state = "being written"
-        if self._future.done():
-            state = "failed" if self._future.exception() else "written"
-        return f"<SavedCheckpoint {self.path.name}, {state}>"
 
 
 def save_checkpoint(
@@ -127,7 +79,7 @@ def save_checkpoint(
         raise ValueError(f"keep is the number of checkpoints to keep, at least 1, got {keep!r}.")
     parent = Path(dir).expanduser().absolute()
     if _last is not None:
-        _wait_for(_last)
+        wait_for(_last)
     tensors: dict[str, torch.Tensor] = {}
     trees: dict[str, Any] = {}
     kinds: dict[str, str] = {}
@@ -141,9 +93,8 @@ def save_checkpoint(
     except Exception as error:  # the state's own code: the others must hear of it, whatever it is
         failure = error
     own = {"random": plain.encode(random_states(), "random", plain.inline_tensor)}
-    rank = _rank()
-    key = shards.signature(tensors, rank)
-    mine = {"failure": _line(failure), "dir": str(parent), "step": step, "key": key, "names": sorted(kinds)}
+    key = shards.signature(tensors, dist.get_rank() if dist.is_initialized() else 0)
+    mine = {"failure": line_of(failure), "dir": str(parent), "step": step, "key": key, "names": sorted(kinds)}
     try:
         meeting = meet("save_checkpoint()", {**mine, "plans": list(shards._plans)}, _agree_on_folder)
     except ValueError:
@@ -172,9 +123,9 @@ def save_checkpoint(
     _last = saved
     if asynchronous:
         # not a daemon: a script that ends right after saving must not lose it
-        threading.Thread(target=_write, args=arguments, name="nbdist checkpoint").start()
+        threading.Thread(target=write, args=arguments, name="nbdist checkpoint").start()
     else:
-        _write(*arguments)
+        write(*arguments)
         saved.result()
     return saved
 
@@ -218,21 +169,21 @@ def load_checkpoint(dir: str | os.PathLike[str], /, **state: Any) -> dict[str, A
     >>> extra["best"]
     """
     if _last is not None:
-        _wait_for(_last)
+        wait_for(_last)
     path = Path(dir).expanduser().absolute()
     found = meet("load_checkpoint()", {"dir": str(path)}, _agree_on_checkpoint).agreed
     if "missing" in found:
         raise FileNotFoundError(found["missing"])
     folder = Path(found["folder"])
-    read: _Read | None = None
+    read: Reading | None = None
     failure: Exception | None = None
     try:
-        read = _Read(folder, state)
+        read = Reading(folder, state)
     except Exception as error:  # files of any content: the others must hear of it, whatever it is
         failure = error
     surplus = [] if read is None else read.surplus
     try:
-        meet("load_checkpoint()", {"failure": _line(failure), "surplus": surplus}, _agree_on_content)
+        meet("load_checkpoint()", {"failure": line_of(failure), "surplus": surplus}, _agree_on_content)
     except ValueError:
         if failure is not None:
             raise failure from None
@@ -242,154 +193,6 @@ def load_checkpoint(dir: str | os.PathLike[str], /, **state: Any) -> dict[str, A
     for line in (*found["skipped"], *read.remarks):
         warnings.warn(line, stacklevel=2)
     return extra
-
-
-class _Read:
-    """A checkpoint as this rank has read it, with everything compared and nothing changed yet."""
-
-    def __init__(self, folder: Path, state: Mapping[str, Any]) -> None:
-        meta = folders.meta_of(folder)
-        world = meta["world_size"]
-        trees = dict(meta["state"])
-        for name in meta["files"]:
-            if name.startswith("rank-"):
-                other = json.loads((folder / name).read_bytes())
-                if "state" in other:
-                    trees = {part: _merged(trees.get(part), tree) for part, tree in other["state"].items()} | {
-                        part: tree for part, tree in trees.items() if part not in other["state"]
-                    }
-        metadata = shards.layout(folder) if (folder / shards.METADATA).exists() else None
-        held = {} if metadata is None else metadata.state_dict_metadata
-        sizes = {name: entry.size for name, entry in held.items() if hasattr(entry, "size")}
-        parts = states.parts_of(state)
-        self.remarks: list[str] = []
-        self.surplus: list[str] = []
-        self.restoring: list[states.Restoring] = []
-        for part in parts:
-            if part.name not in trees:
-                self.remarks.append(f"No {part.name} in the checkpoint {folder.name}: it is left as it is.")
-                continue
-            kind = meta["parts"][part.name]
-            self.restoring.append(states.Restoring(part, kind, trees[part.name], sizes))
-            self.surplus += states.unexpected(part, trees[part.name])
-        given = {part.name for part in parts}
-        for name, kind in meta["parts"].items():
-            if kind == "plain" and name not in given:
-                part = states.Part(name=name, kind="plain", value=None)
-                self.restoring.append(states.Restoring(part, kind, trees[name], sizes))
-        targets = {name: tensor for one in self.restoring for name, tensor in one.targets.items()}
-        try:
-            self.tensors = shards.read(folder, metadata, targets) if metadata is not None else {}
-        except Exception as error:  # torch.load has many words for bytes that are none of its own
-            raise folders.Damaged(f"{folder} cannot be read: {type(error).__name__}: {error}") from error
-        self.random: Any = None
-        if any(part.kind == "optimizer" for part in parts):
-            now = _world_size()
-            if world == now:
-                own = json.loads((folder / f"rank-{_rank()}.json").read_bytes())
-                self.random = plain.decode(own["random"], plain.read_inline)
-            else:
-                self.remarks.append(
-                    f"{folder.name} was saved by {world} ranks and is loaded by {now}: random states go on as they are."
-                )
-
-    def apply(self) -> dict[str, Any]:
-        from nbdist.engine.cells.interrupts import Interrupts
-
-        extra = {}
-        with Interrupts():
-            for one in self.restoring:
-                value = one.apply(self.tensors)
-                if one.kind == "plain":
-                    extra[one.part.name] = value
-            if self.random is not None:
-                set_random_states(self.random)
-        return extra
-
-
-# A loader's workers are forked. A lock that this thread holds within torch at that moment would stay locked in them.
-_not_while_forking = threading.Lock()
-os.register_at_fork(
-    before=_not_while_forking.acquire,
-    after_in_parent=_not_while_forking.release,
-    after_in_child=_not_while_forking.release,
-)
-
-
-def _write(
-    saved: SavedCheckpoint,
-    meeting: Meeting,
-    parts: Mapping[str, torch.Tensor],
-    plan: shards.Plan,
-    own: dict[str, Any],
-    meta: dict[str, Any],
-    keep: int | None,
-) -> None:
-    """Write this rank's files and see all the others' through; in a thread, without a collective."""
-    temporary = saved.path.with_name(f"{saved.path.name}.tmp")
-    try:
-        failure: BaseException | None = None
-        try:
-            with _not_while_forking:
-                _write_own(temporary, meeting.rank, parts, plan, own)
-        except BaseException as error:
-            failure = error
-        meeting.tell(f"wrote-{meeting.rank}", failure=_line(failure))
-        if meeting.rank == 0:
-            _complete(saved.path, temporary, meeting, failure, plan, meta, keep)
-        else:
-            end = meeting.hear("finished", 0, limit=2 * WRITE_LIMIT)
-            if end["failure"]:
-                raise OSError(end["failure"])
-        saved._future.set_result(saved.path)
-    except BaseException as error:
-        log.error("%s was not written: %s", saved.path, error)
-        saved._future.set_exception(error)
-
-
-def _write_own(
-    temporary: Path, rank: int, parts: Mapping[str, torch.Tensor], plan: shards.Plan, own: dict[str, Any]
-) -> None:
-    if not temporary.is_dir():
-        raise OSError(f"{temporary.parent} is not the same folder on all ranks: give one on a shared file system")
-    results = shards.write(temporary, parts, plan, rank)
-    folders.write_file(temporary / f"rank-{rank}.json", shards.dumps(own))
-    folders.write_file(temporary / f"results-{rank}", shards.dumps(results))
-
-
-def _complete(
-    folder: Path,
-    temporary: Path,
-    meeting: Meeting,
-    failure: BaseException | None,
-    plan: shards.Plan,
-    meta: dict[str, Any],
-    keep: int | None,
-) -> None:
-    """Wait for all ranks' files, describe them and publish the folder; rank 0."""
-    try:
-        failures = [] if failure is None else [f"rank 0: {_line(failure)}"]
-        for rank in range(1, meeting.world_size):
-            end = meeting.hear(f"wrote-{rank}", rank, limit=WRITE_LIMIT)
-            if end["failure"]:
-                failures.append(f"rank {rank}: {end['failure']}")
-        if failures:
-            raise OSError("; ".join(failures))
-        results = []
-        for rank in range(meeting.world_size):
-            path = temporary / f"results-{rank}"
-            results.append(json.loads(path.read_bytes()))
-            path.unlink()
-        shards.finish(temporary, plan, results)
-        files = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
-        folders.write_file(temporary / folders.META, shards.dumps({**meta, "files": files}))
-        folders.publish(temporary, folder, keep)
-    except BaseException as error:
-        text = f"{folder.name} was not written ({error}). The checkpoint before it is still whole."
-        meeting.tell("finished", failure=text)
-        _discard(temporary)
-        raise OSError(text) from error
-    meeting.tell("finished", failure="")
 
 
 def _agree_on_folder(brought: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -459,49 +262,6 @@ def _keeper(tensors: dict[str, torch.Tensor]) -> Any:
         return name
 
     return put
-
-
-def _merged(zero: Any, other: Any) -> Any:
-    """Join what two ranks hold of one part; rank 0's counts where both have a value."""
-    if isinstance(zero, dict) and isinstance(other, dict):
-        return {
-            key: _merged(zero[key], other[key]) if key in zero and key in other else zero.get(key, other.get(key))
-            for key in {**zero, **other}
-        }
-    if isinstance(zero, list) and isinstance(other, list):
-        if all(isinstance(part, str) for part in (*zero, *other)):
-            return list(dict.fromkeys((*zero, *other)))
-        return [_merged(a, b) for a, b in zip(zero, other, strict=False)] or zero
-    return other if zero is None else zero
-
-
-def _wait_for(saved: SavedCheckpoint) -> None:
-    """Wait for the save before; a failure that nobody has asked for is told now."""
-    if saved._future.done() and saved._asked:
-        return
-    failure = saved._future.exception()
-    if failure is not None and not saved._asked:
-        saved._asked = True
-        warnings.warn(str(failure), stacklevel=3)
-
-
-def _discard(temporary: Path) -> None:
-    import shutil
-
-    with contextlib.suppress(OSError):
-        shutil.rmtree(temporary)
-
-
-def _line(error: BaseException | None) -> str:
-    return "" if error is None else f"{type(error).__name__}: {error}"
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-
-def _world_size() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def _version() -> str:

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from nbdist.engine.saving import plain
 from nbdist.engine.saving.shards import local_part
-from nbdist.engine.strategies import parallel
+from nbdist.engine.strategies import hooks, parallel
+from nbdist.engine.strategies.powersgd import NamedState
 
 __all__ = ["Part", "Restoring", "parts_of", "step_of", "unexpected"]
 
@@ -76,6 +77,10 @@ def parts_of(state: Mapping[str, Any]) -> list[Part]:
             if any(_same(value, given) for given in state.values()):
                 continue
             values[role if role not in state and len(trainers) == 1 else f"{name}_{role}"] = value
+    for name, value in list(values.items()):
+        hook = hooks.hook_of(value) if isinstance(value, DDP) else None
+        if hook is not None and hook.named is not None:
+            values[f"{name}_comm_hook"] = hook.named
     parts = [Part(name=name, kind=_kind(value), value=value) for name, value in values.items()]
     names: dict[int, str] = {}
     for part in parts:
@@ -115,6 +120,8 @@ class Restoring:
     def __init__(self, part: Part, kind: str, tree: Any, sizes: Sizes) -> None:
         if part.kind != kind and "plain" not in (part.kind, kind):
             raise ValueError(f"{part.name} is a {kind} in the checkpoint and a {part.kind} here.")
+        if isinstance(part.value, NamedState):
+            tree = part.value.own_part(tree)
         self.part = part
         self.tree = tree
         self.sizes = sizes

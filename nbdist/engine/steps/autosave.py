@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from nbdist.engine.cells.gate import StepStop
 
 if TYPE_CHECKING:
-    from nbdist.engine.saving.checkpoint import SavedCheckpoint
+    from nbdist.engine.saving.writing import SavedCheckpoint
     from nbdist.engine.steps.training import Trainer
 
 __all__ = ["Autosave", "every"]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["pack", "unpack"]
 
 # what belongs to one process: made anew on the other side
-LEFT_OUT = ("model", "_layout", "_hook", "_batches", "_interrupts", "_clock", "_run", "_group", "_record", "_gradients")
+LEFT_OUT = ("model", "_layout", "_hook", "_interrupts", "_clock", "_run", "_group", "_record", "_gradients")
 DDP_OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 BUFFERS = (
     "forward_sync_buffers" if "forward_sync_buffers" in signature(DDP.__init__).parameters else "broadcast_buffers"
@@ -73,7 +73,6 @@ def unpack(trainer: Trainer, packed: bytes) -> None:
         parallel._wrapped.add(trainer.model)
     trainer._hook = hooks.hook_of(trainer.model)
     trainer._device = device
-    trainer._batches = None
     trainer._group = None  # the next step settles with the others where all are
     trainer._interrupts = Interrupts()
     trainer._clock = clock_for(device)

@@ -52,6 +52,8 @@ def evaluate(
             if accuracy is not None:
                 totals[1] += _summed(accuracy(outputs, targets), count)
             samples += count
+    if is_fsdp(module):
+        module.reshard()  # type: ignore[operator]  # else its root stays whole until the next backward pass
     totals[2] = samples
     if dist.is_initialized():
         dist.all_reduce(totals)

@@ -15,7 +15,7 @@ from nbdist.engine.steps.checks import forget_unreduced, loss_context
 from nbdist.engine.steps.evaluation import moved
 from nbdist.engine.steps.uneven import MISSING
 from nbdist.engine.strategies import norms
-from nbdist.engine.strategies.dims import layout_of
+from nbdist.engine.strategies.dims import is_fsdp, layout_of
 from nbdist.engine.telemetry.clocks import Clock
 
 __all__ = ["Gradients"]
@@ -55,9 +55,11 @@ class Gradients:
         layout = layout_of(model)
         self._in_pieces = layout is not None and layout.stays_put
         self._reducing = reducing(model)
+        self._reduces_unasked = not self._in_pieces and not is_fsdp(getattr(model, "_orig_mod", model))
         self._pipeline: Any = model if hasattr(model, "forward_backward") else None
         self._accumulate = accumulate
         self._device = device
+        self._on_cpu = device.type == "cpu"
         self._dtype = dtype
         self._clock = clock
         self._keep_spare = keep_spare
@@ -107,32 +109,41 @@ class Gradients:
             self._spare = inputs, targets
         samples = first_tensor_length(inputs)
         weight = 0 if missing else 1 if samples is None else samples
-        inputs, targets = moved(inputs, self._device), moved(targets, self._device)
+        if not self._on_cpu:
+            inputs, targets = moved(inputs, self._device), moved(targets, self._device)
         self._clock.lap("h2d")
         whole = self._accumulate == 1 and not missing
         factor = self.joined if whole else self.joined * self._share_of(weight, closes=closes)
         run = self._run_model if self._pipeline is None else self._run_pipeline
-        # forward too: with only the backward pass inside, DDP reduces all the same
-        with self._reducing(closes):
+        if closes and self._reduces_unasked:
             value = run(inputs, targets, loss_fn, factor, scaler)
+        else:
+            # forward too: with only the backward pass inside, DDP reduces all the same
+            with self._reducing(closes):
+                value = run(inputs, targets, loss_fn, factor, scaler)
         self._clock.lap("backward")
         self.batches += 1
         if weight:
             self.weights += weight
-            self._losses += (value.item() if value.device.type == "cpu" else value) * weight
+            self._losses += (value.item() if self._on_cpu else value) * weight
             self.samples += samples or 0
         return value
 
     def _run_model(
         self, inputs: Any, targets: Any, loss_fn: LossFunction, factor: float, scaler: torch.amp.GradScaler | None
     ) -> torch.Tensor:
-        with self.autocast():
+        if self._dtype is None:
             outputs = self._model(inputs)
-            is_plain = type(outputs) is torch.Tensor
+            if type(outputs) is torch.Tensor:
+                return self._backward(loss_fn(outputs, targets), factor, scaler)
+        else:
+            with self.autocast():
+                outputs = self._model(inputs)
+                is_plain = type(outputs) is torch.Tensor
+                if is_plain:
+                    loss = loss_fn(outputs, targets)
             if is_plain:
-                loss = loss_fn(outputs, targets)
-        if is_plain:
-            return self._backward(loss, factor, scaler)
+                return self._backward(loss, factor, scaler)
         with loss_context(outputs):
             with self.autocast():
                 loss = loss_fn(outputs, targets)
@@ -141,7 +152,8 @@ class Gradients:
     def _backward(self, loss: torch.Tensor, factor: float, scaler: torch.amp.GradScaler | None) -> torch.Tensor:
         if loss.ndim:
             raise ValueError(f"loss_fn gives one number, the mean over the batch; got shape {tuple(loss.shape)}.")
-        loss = norms.local(loss)
+        if type(loss) is not torch.Tensor:
+            loss = norms.local(loss)
         self._clock.lap("forward")
         scaled = loss if factor == 1.0 else loss * factor
         if scaler is not None:

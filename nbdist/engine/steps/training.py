@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from nbdist.engine.cells.gate import StepStop, current_gate
 from nbdist.engine.cells.interrupts import Interrupts
-from nbdist.engine.loading.data import DistributedLoader, first_tensor_length
 from nbdist.engine.steps import autosave, copying, rejoin
 from nbdist.engine.steps.checks import (
     check_optimizer,
@@ -27,11 +25,10 @@ from nbdist.engine.steps.checks import (
 from nbdist.engine.steps.evaluation import evaluate
 from nbdist.engine.steps.gradients import Gradients
 from nbdist.engine.steps.scaler import PiecewiseScaler, agree_on_overflow
-from nbdist.engine.steps.uneven import Passes
+from nbdist.engine.steps.windows import Windows
 from nbdist.engine.strategies import hooks, norms, parallel
-from nbdist.engine.telemetry import meters
 from nbdist.engine.telemetry.clocks import clock_for, exposed_communication
-from nbdist.engine.telemetry.recorder import Reason, Run
+from nbdist.engine.telemetry.recorder import Reason, Run, recorder
 
 __all__ = ["Trainer"]
 
@@ -106,34 +103,31 @@ class Trainer:
         self.model = model
         self.optimizer = optimizer
         self.loss_fn = loss_fn
-        self.loader = loader
         self.precision = precision
         self.accumulate = accumulate
         self.clip_grad_norm = clip_grad_norm
         self.scheduler = scheduler
         self.global_step = 0
-        self.epoch = 0
         self._module = parallel.unwrap(model)
         self._layout = parallel.layout_of(model)
         self._parameters = [p for p in self._module.parameters() if p.requires_grad]
         check_optimizer(optimizer, self._parameters, self._layout)
         if not compile:
             warn_if_alone(model)
-        self._passes = Passes(uneven)
+        self._windows = Windows(loader, accumulate, uneven)
         self._speaks = self._layout is None or self._layout.counts_samples
         self._device = self._parameters[0].device
         self.scaler = PiecewiseScaler(self._device.type) if precision == "fp16" else None
         self._hook = hooks.hook_of(model)
         if compile:
             compile_parts(self._module)
-        self._group = dist.group.WORLD if dist.is_initialized() else None
-        self._batches: Iterator[Any] | None = None
-        self._position = 0  # batches of the current pass that went into finished steps
+        self._group = dist.GroupMember.WORLD
         self._interrupts = Interrupts()
         self._torn = False  # the last call ended somewhere within a step
         self._clock = clock_for(self._device)
         self._run: Run | None = None
         self._sampled = -math.inf
+        self._sampled_at = 0
         self._hook_sent = 0
         self._gradients = self._new_gradients()
         self._open_window()
@@ -172,17 +166,17 @@ class Trainer:
             raise ValueError("train() takes a number of steps or epochs=: one of the two.")
         saved = autosave.every(self, checkpoint_every, checkpoint_dir)
         self._rejoin()
-        self._passes.agree(self.loader)
-        target = self.global_step + (self._steps_of(epochs) if steps is None else steps)
+        windows = self._windows
+        windows.agree()
+        target = self.global_step + (windows.steps_of(epochs) if steps is None else steps)
         run = self._named_run()
-        run.begin(total=target, epoch=self.epoch, epochs=self._epochs_at(target), note=self._arithmetic())
+        run.begin(total=target, epoch=self.epoch, epochs=windows.epochs_at(target), note=self._arithmetic())
         gate = current_gate()
         under_gate = not gate.active
         reason: Reason = "failed"
         try:
             if self._torn:
-                # an interrupted iterator may have lost a batch: read on in this pass from after the last finished step
-                self._batches = None
+                windows.rewind()
             self._torn = True
             self._abandon_window()
             self._module.train()
@@ -199,7 +193,7 @@ class Trainer:
             raise
         except BaseException as error:
             reason = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-            self._batches = None
+            windows.rewind()
             self._abandon_window()
             raise
         finally:
@@ -224,21 +218,25 @@ class Trainer:
         >>> for batch in loader:
         ...     trainer.step(batch)
         """
-        self._rejoin()
-        run = self._named_run()
-        if not run.open:
+        if self._group is not dist.GroupMember.WORLD:
+            self._rejoin()
+        run = self._run
+        if run is None or not run.open:
+            run = self._named_run()
             run.begin(epoch=self.epoch, note=self._arithmetic())
             self._clock.begin()
         self._clock.skip()
+        outer, recorder.step = recorder.step, self._record
         try:
             closes = last or self._gradients.batches == self.accumulate - 1
-            with meters.Recording(self._record):
-                loss = self._gradients.add(batch, self.loss_fn, self.scaler, closes=closes)
-                if closes:
-                    self._update(run, drawn=False)
+            loss = self._gradients.add(batch, self.loss_fn, self.scaler, closes=closes)
+            if closes:
+                self._update(run, drawn=False)
         except BaseException:
             self._abandon_window()
             raise
+        finally:
+            recorder.step = outer
         return loss
 
     def evaluate(
@@ -270,26 +268,46 @@ class Trainer:
             layout=self._layout,
         )
 
+    @property
+    def epoch(self) -> int:
+        """Finished passes over the loader."""
+        return self._windows.epoch
+
+    @property
+    def loader(self) -> Iterable[Any]:
+        """What batches are drawn from; another one is taken up at its beginning."""
+        return self._windows.loader
+
+    @loader.setter
+    def loader(self, loader: Iterable[Any]) -> None:
+        self._windows.loader = loader
+        self._windows.place_at(self._windows.epoch, 0)
+
     def __repr__(self) -> str:
         return f"<Trainer step {self.global_step}, epoch {self.epoch}, {self.precision}, {self._arithmetic()}>"
 
     # One optimizer step
 
     def _train_one_step(self, run: Run) -> None:
-        with meters.Recording(self._record):
-            window = self._draw_window()
+        outer, recorder.step = recorder.step, self._record  # log() and span() add to it
+        try:
+            windows, gradients = self._windows, self._gradients
+            window = windows.draw()
             self._clock.lap("data_wait")
-            gradients = self._gradients
+            gradients.joined = windows.joined
             gradients.expect(window)
             last = len(window) - 1
             for number, batch in enumerate(window):
                 gradients.add(batch, self.loss_fn, self.scaler, closes=number == last)
             self._update(run, drawn=True)
+        finally:
+            recorder.step = outer
 
     def _update(self, run: Run, *, drawn: bool) -> None:
         """Unscale, clip, step, in this order; then record the step."""
-        epoch = self.epoch
-        record, optimizer, scaler = self._record, self.optimizer, self.scaler
+        record, optimizer, scaler, windows = self._record, self.optimizer, self.scaler, self._windows
+        gradients = self._gradients
+        epoch = windows.epoch
         lr = optimizer.param_groups[0]["lr"]
         skipped = False
         if scaler is not None:
@@ -311,11 +329,11 @@ class Trainer:
             if self.scheduler is not None and not skipped:
                 self.scheduler.step()
             optimizer.zero_grad(set_to_none=True)
-            self.global_step += 1
+            self.global_step = number = self.global_step + 1
             if drawn:
-                self._advance()
-        self._clock.lap("optimizer")
-        gradients = self._gradients
+                windows.advance(gradients.batches)
+        clock = self._clock
+        clock.lap("optimizer")
         loss = gradients.loss
         if loss is not None:
             record["loss"] = loss
@@ -326,10 +344,10 @@ class Trainer:
             record["samples"] = gradients.samples if self._speaks else 0
         if self._hook is not None:
             record["comm_bytes"], self._hook_sent = self._hook.sent - self._hook_sent, self._hook.sent
-        self._sample_dear_values(record)
-        number = self.global_step
-        self._clock.finish(record, lambda step, ended: run.record(step, ended, number))
-        run.epoch = self.epoch
+        if perf_counter() - self._sampled > SAMPLING_PERIOD:
+            self._sample_dear_values(record)
+        clock.finish(record, lambda step, ended: run.record(step, ended, number))
+        run.epoch = windows.epoch
         self._open_window()
 
     def _all_averaged(self) -> bool:
@@ -339,14 +357,12 @@ class Trainer:
         return all(id(p) in averaged for group in self.optimizer.param_groups for p in group["params"])
 
     def _sample_dear_values(self, record: dict[str, Any]) -> None:
-        now = time.perf_counter()
-        if now - self._sampled < SAMPLING_PERIOD:
-            return
-        self._sampled = now
+        self._sampled = perf_counter()
         if self._device.type == "cuda":
             record["memory_allocated"] = torch.cuda.memory_allocated(self._device)
             record["memory_peak"] = torch.cuda.max_memory_allocated(self._device)
-        exposed = exposed_communication(self.model)
+        exposed = exposed_communication(self.model, self.global_step - self._sampled_at)
+        self._sampled_at = self.global_step
         if exposed is not None:
             record["exposed_comm"] = exposed
 
@@ -358,12 +374,11 @@ class Trainer:
             device=self._device,
             dtype=PRECISIONS[self.precision],
             clock=self._clock,
-            keep_spare=self._passes.joins,
+            keep_spare=self._windows.joins,
         )
 
     def _open_window(self) -> None:
         self._record: dict[str, Any] = {}
-        self._ends_pass = False
         self._gradients.open()
 
     def _abandon_window(self) -> None:
@@ -377,55 +392,6 @@ class Trainer:
             self.scaler = PiecewiseScaler(self._device.type)
             self.scaler.load_state_dict(state)
 
-    # The data
-
-    def _draw_window(self) -> list[Any]:
-        """Give the batches of the next optimizer step: of the next pass when this one has ended."""
-        batch = self._draw(0)
-        if batch is None and self._position:
-            self.epoch, self._position = self.epoch + 1, 0
-            batch = self._draw(0)
-        if batch is None:
-            raise ValueError("The loader gives no batch.")
-        if self._passes.joins and self._passes.ranks:
-            self._gradients.joined = dist.get_world_size() / self._passes.ranks
-        window = [batch]
-        while len(window) < self.accumulate and not self._ends_pass:
-            batch = self._draw(len(window))
-            if batch is None:
-                self._ends_pass = True
-            else:
-                window.append(batch)
-        return window
-
-    def _draw(self, number: int) -> Any:
-        """Give the batch with this number in the window; None at the end of the pass."""
-        if self._batches is None:
-            self._batches = self._begin_pass()
-        batch = self._passes.next(self._batches, self._position + number)
-        if batch is None:
-            self._batches = None
-        return batch
-
-    def _advance(self) -> None:
-        """Count the batches of the window that has just been used, together with the weights that it gave."""
-        self._position += self._gradients.batches
-        length = self._passes.length(self.loader)
-        if self._ends_pass or (length is not None and self._position >= length):
-            self.epoch, self._position = self.epoch + 1, 0
-            self._batches = None
-
-    def _begin_pass(self) -> Iterator[Any]:
-        loader, position = self.loader, self._position
-        if isinstance(loader, DistributedLoader):
-            loader.set_epoch(self.epoch)
-            loader.skip(position)
-            return iter(loader)
-        sampler: Any = getattr(loader, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(self.epoch)
-        return islice(iter(loader), position, None)
-
     # The run, and the world it is in
 
     def _named_run(self) -> Run:
@@ -436,43 +402,26 @@ class Trainer:
 
     def _rejoin(self) -> None:
         """Follow the process group when it was formed anew, and settle which step the ranks are at."""
-        group = dist.group.WORLD if dist.is_initialized() else None
+        group = dist.GroupMember.WORLD
         if group is self._group:
             return
         parallel.check_group(self.model)
         check_shared_state(self.optimizer)
         parallel.follow(self.model)
         self._abandon_window()
-        self._batches = None
+        windows = self._windows
+        windows.rewind()
         if group is not None and dist.get_world_size() > 1:
             parts = (self.optimizer, self.scheduler, self.scaler)
-            place = (self.global_step, self.epoch, self._position)
-            self.global_step, self.epoch, self._position = rejoin.catch_up(self._module, parts, place, self._device)
+            place = (self.global_step, windows.epoch, windows.position)
+            self.global_step, *place_in_data = rejoin.catch_up(self._module, parts, place, self._device)
+            windows.place_at(*place_in_data)
         # only now: an interrupt above leaves it to the next call
         self._group = group
 
-    def _steps_of(self, epochs: float | None) -> int:
-        length = self._passes.length(self.loader)
-        if not length or epochs is None:
-            raise ValueError("The loader does not tell its length, so epochs= has no number of steps. Give steps.")
-        return round(epochs * math.ceil(length / self.accumulate))
-
-    def _epochs_at(self, step: int) -> float | None:
-        length = self._passes.length(self.loader)
-        return step / math.ceil(length / self.accumulate) if length else None
-
     def _arithmetic(self) -> str:
-        """Write the batch arithmetic: per rank x ranks x accumulated = samples per optimizer step."""
-        size = getattr(self.loader, "batch_size", None)
-        if size is None and isinstance(self.loader, (list, tuple)) and self.loader:
-            size = first_tensor_length(self.loader[0])
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if self._layout is not None:
-            ranks = self._layout.dims.data_size
-        whole = "" if size is None else f" = {size * ranks * self.accumulate}"
-        return (
-            f"{'?' if size is None else size} per rank × {ranks} ranks × {self.accumulate} accumulated{whole} samples"
-        )
+        return self._windows.arithmetic(ranks if self._layout is None else self._layout.dims.data_size)
 
     # What is saved, and what is copied to a rank in a dead one's place
 
@@ -481,8 +430,9 @@ class Trainer:
         return {
             "step": self.global_step,
             "epoch": self.epoch,
-            "position": self._position,
-            "samples": self._position * self._samples_a_batch(),
+            "position": self._windows.position,
+            "seed": self._windows.seed,
+            "samples": self._windows.position * self._samples_a_batch(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
         }
@@ -495,8 +445,9 @@ class Trainer:
             self.scheduler.load_state_dict(state["scheduler"])
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
-        self.global_step, self.epoch, self._position = state["step"], state["epoch"], position
-        self._batches = None
+        self.global_step = state["step"]
+        self._windows.seed = state.get("seed")
+        self._windows.place_at(state["epoch"], position)
         self._torn = False
         self._abandon_window()
 

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from nbdist.engine.strategies.powersgd import NamedState
+
 __all__ = ["CommHook", "comm_hook", "hook_of", "register"]
 
 KNOWN = ("fp16", "bf16", "powersgd")
@@ -35,6 +37,7 @@ class CommHook:
         self.options = options
         self.sent = 0
         self.state: Any = None
+        self.named: NamedState | None = None  # the state as a checkpoint takes it
 
     def __repr__(self) -> str:
         return f"<CommHook {self.name}, {self.sent} bytes sent>"
@@ -120,15 +123,21 @@ def _power_sgd(hook: CommHook, wrapped: DDP) -> HookLike:
         hook.state = powerSGD_hook.PowerSGDState(None if group is dist.group.WORLD else group, **options)
     except ImportError as error:
         raise ValueError(f"comm_hook 'powersgd' needs NumPy on the ranks: {error}.") from error
+    hook.named = named = NamedState(hook.state, wrapped.module)
 
     def power_sgd(hook: CommHook, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         state = hook.state
+        named.follow(bucket)
         size = bucket.buffer().element_size()
         if state.iter < state.start_powerSGD_iter:
             hook.sent += bucket.buffer().numel() * size
             return powerSGD_hook.powerSGD_hook(state, bucket)
         before = state.total_numel_after_compression
         done = powerSGD_hook.powerSGD_hook(state, bucket)
+        if dist.get_backend(group) == "gloo":
+            # what the hook still has to send it sends from a callback, in whatever thread gloo has done the first part
+            # in: beside the next bucket's, in an order of each rank's own, and ranks then add up what is not the same
+            done.wait()
         hook.sent += (state.total_numel_after_compression - before) * size
         return done
 

@@ -82,6 +82,7 @@ def pipeline(
     for stage in stages:
         give_weights_of_rank_0(stage.to(device()))
     owners = [_owner(kind, index, count, dims.pp) for index in range(count)]
+    _check_shares(stages, owners)
     mine: dict[int, nn.Module] = {}
     if dims.dp_shard > 1:
         # gathered for each micro-batch otherwise
@@ -278,6 +279,16 @@ def _check_counts(kind: type[Any], count: int, pp: int, n_microbatches: int | No
         raise ValueError(f'"{name}" holds two or more stages per rank: {count} stages, pp ({pp}).')
     if n_microbatches is not None and n_microbatches < count:
         raise ValueError(f"n_microbatches ({n_microbatches}) < {count} stages: use n_microbatches >= {count}.")
+
+
+def _check_shares(stages: Sequence[nn.Module], owners: Sequence[int]) -> None:
+    """Refuse a rank with nothing to train beside others that have: no optimizer of torch's takes an empty list."""
+    trains = [any(p.requires_grad for p in stage.parameters()) for stage in stages]
+    for rank in sorted(set(owners)):
+        held = [index for index, owner in enumerate(owners) if owner == rank]
+        if any(trains) and not any(trains[index] for index in held):
+            named = f"Stage {held[0]} has" if len(held) == 1 else f"Stages {' and '.join(map(str, held))} have"
+            raise ValueError(f"{named} no parameter that requires a gradient. Join it with a neighbouring stage.")
 
 
 def _owner(kind: type[Any], index: int, count: int, pp: int) -> int:

@@ -140,13 +140,19 @@ def clock_for(device: torch.device) -> Clock:
     return CudaClock() if device.type == "cuda" else CpuClock()
 
 
-def exposed_communication(model: nn.Module) -> float | None:
-    """Give the seconds of the last reduced backward pass that were communication alone, as DDP has measured them."""
+def exposed_communication(model: nn.Module, steps: int) -> float | None:
+    """Give the seconds of a recent backward pass that were communication alone, as DDP has measured them.
+
+    Parameters
+    ----------
+    steps : int
+        Steps between two calls: DDP is told to time one of so many.
+    """
     if not isinstance(model, DDP):
         return None
     if model.device.type == "cpu":
-        # DDP times each 100th step of its own accord; on a CPU every step costs nothing, on a GPU it would wait
-        model._set_ddp_runtime_logging_sample_rate(1)
+        # DDP times each 100th step of its own accord: seldom for a large model; on a GPU more would wait for it
+        model._set_ddp_runtime_logging_sample_rate(max(1, steps))
     data = model._get_ddp_logging_data()
     communication: float | None = data.get("backward_comm_time")
     overlap: float | None = data.get("backward_compute_comm_overlap_time")

@@ -21,7 +21,9 @@ from nbdist.engine.loading.data import epoch_of, first_tensor_length, length_of,
 from nbdist.engine.strategies.parallel import device
 from nbdist.engine.telemetry.recorder import FILLED_HERE, OWN_FIELDS, Publish, Reason, recorder
 
-__all__ = ["Recording", "begin_cell", "end_cell", "flush", "log", "mean", "span", "start", "track"]
+__all__ = ["begin_cell", "end_cell", "flush", "log", "mean", "span", "start", "track"]
+
+PHASES = frozenset({"h2d", "forward", "backward", "optimizer"})  # of a step, timed by the Trainer or by span()
 
 Batch = TypeVar("Batch")
 
@@ -127,12 +129,14 @@ def log(**values: Any) -> None:
 def span(name: str) -> Iterator[None]:
     """Time a part of the step: its seconds are added up under ``name`` in the current step's record.
 
+    In a loop of one's own, "h2d", "forward", "backward" and "optimizer" fill the columns that a Trainer fills.
+
     Examples
     --------
     >>> with nbdist.span("augment"):
     ...     inputs = augment(inputs)
     """
-    if name in OWN_FIELDS or name in FILLED_HERE or name in ("step", "n"):
+    if name not in PHASES and (name in OWN_FIELDS or name in FILLED_HERE or name in ("step", "n")):
         raise ValueError(f"span({name!r}) would overwrite a column of nbdist's own. Use another name.")
     began = perf_counter()
     try:
@@ -159,7 +163,7 @@ def mean(value: float | torch.Tensor, weight: float = 1.0) -> float:
     >>> nbdist.mean(loss, weight=len(targets))
     2.0
     """
-    value = float(value)
+    value = float(value.detach() if isinstance(value, torch.Tensor) else value)
     if not (dist.is_available() and dist.is_initialized()):
         return value
     # a rank without samples may hold NaN as its mean: it must not spoil the others'
@@ -191,21 +195,6 @@ def end_cell(reason: Reason) -> None:
     """End the runs that the cell left open."""
     recorder.step = None
     recorder.close_runs(reason)
-
-
-class Recording:
-    """Let ``log`` and ``span`` add to ``step`` in this block."""
-
-    __slots__ = ("_outer", "_step")
-
-    def __init__(self, step: dict[str, Any]) -> None:
-        self._step = step
-
-    def __enter__(self) -> None:
-        self._outer, recorder.step = recorder.step, self._step
-
-    def __exit__(self, *error: object) -> None:
-        recorder.step = self._outer
 
 
 def _put(step: dict[str, Any], name: str, value: Any) -> None:
