@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
 import queue
 import re
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,12 +18,13 @@ from nbdist.ranks import named
 from nbdist.records import HangReport, RankError, from_wire
 from nbdist.release import Release, stop_button
 from nbdist.report import describe_end, one_line
+from nbdist.syntax import check_syntax
 from nbdist.watch import Watch
 
 if TYPE_CHECKING:
     from nbdist.cluster import Cluster
 
-__all__ = ["Cell", "CellSyntaxError", "adopt", "check_syntax", "run", "train"]
+__all__ = ["Cell", "adopt", "run", "train"]
 
 TICK_S = 0.05
 TICK_HOLDING_S = 0.01  # while lines wait for those of other ranks
@@ -36,23 +35,6 @@ TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure|Watchdog 
 OUTPUT_GRACE_S = 2.0  # between a rank's reply and the last of its output, which takes another way
 
 _outside_ipython = itertools.count(1)
-
-
-class CellSyntaxError(NbdistError):
-    """A cell that is no Python: it was not sent to any rank."""
-
-    def __init__(self, error: SyntaxError, label: str) -> None:
-        self.error = error
-        self.label = label
-        super().__init__(f"{error.msg} ({label}, line {error.lineno}); nothing ran on any rank")
-
-    def _render_traceback_(self) -> list[str]:
-        error = self.error
-        lines = [f"  Cell {self.label}, line {error.lineno}"]
-        if error.text:
-            lines.append("    " + error.text.strip())
-            lines.append("    " + " " * max(0, (error.offset or 1) - 1 - _indent(error.text)) + "^")
-        return [*lines, f"\x1b[31mSyntaxError\x1b[0m: {error.msg}", "Nothing ran on any rank."]
 
 
 class Stopped(KeyboardInterrupt):
@@ -504,19 +486,6 @@ def current_label() -> int:
     return int(shell.displayhook.prompt_count) if shell is not None else next(_outside_ipython)
 
 
-def check_syntax(source: str, label: str) -> None:
-    """Refuse a cell that is no Python, before any rank has seen it."""
-    from IPython.core.inputtransformer2 import TransformerManager
-
-    try:
-        code = TransformerManager().transform_cell(source)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the ranks will give them
-            compile(code, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
-    except SyntaxError as error:
-        raise CellSyntaxError(error, label) from None
-
-
 def _dead(cluster: Cluster) -> list[int]:
     return [rank for rank, engine in enumerate(cluster.world.engines) if engine in cluster.deaths]
 
@@ -532,7 +501,3 @@ def _pump_detached(cell: Cell) -> None:
 
 def _last_lines(text: str, most: int) -> list[str]:
     return [line for line in text.splitlines() if line.strip()][-most:]
-
-
-def _indent(text: str) -> int:
-    return len(text) - len(text.lstrip())

@@ -8,8 +8,6 @@ import json
 import os
 import shutil
 import signal
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist import ranks as rank_sets
 from nbdist.errors import ClusterError
-from nbdist.hosts import Hosts, offer
+from nbdist.hosts import Hosts
 from nbdist.report import describe_end
 
 if TYPE_CHECKING:
@@ -38,7 +36,6 @@ __all__ = ["Cluster", "active"]
 _active: Cluster | None = None
 
 BACKENDS = ("auto", "nccl", "gloo")
-LATE_S = 30.0  # for the ranks of those hosts that have come, when the others' time is over
 
 
 def active() -> Cluster | None:
@@ -168,6 +165,8 @@ class Cluster:
         ClusterError
             When engines do not start, with the end of their log; nothing is left running then.
         """
+        from nbdist import startup
+
         global _active
         if self.running:
             return self
@@ -182,7 +181,7 @@ class Cluster:
         began = time.monotonic()
         _active = self
         try:
-            self._start(tell, began)
+            startup.launch(self, tell, began)
         except BaseException:
             self.stop()
             raise
@@ -191,81 +190,6 @@ class Cluster:
         self.seconds_to_ready = time.monotonic() - began
         atexit.register(self._at_exit)
         return self
-
-    def _start(self, tell: Callable[[str], None], began: float) -> None:
-        from nbdist.host import check_ports, notices
-        from nbdist.page import Page
-        from nbdist.processes import Launched
-
-        self._page = Page()
-        check_ports()
-        for notice in notices(self.backend, self.n):
-            self._page.write(f"nbdist: {notice}\n", "stderr")
-        tell("starting the controller")
-        try:
-            self.run_dir = Path(tempfile.mkdtemp(prefix="nbdist-"))
-            (self.run_dir / "log").mkdir()
-        except OSError as error:
-            raise ClusterError(f"No room for temporary files: {error.strerror}. Make some, or set TMPDIR.") from None
-        processes = self._processes = Launched(
-            self.run_dir,
-            profile=self.profile,
-            n=self.n or None,
-            keep=self.keep,
-            timeout=self.timeout,
-            on_agent=self._on_agent,
-            on_agent_end=self._on_agent_end,
-            on_controller_end=self._on_controller_end,
-            options=self.options,
-        )
-        self.n, deadline = processes.n, began + processes.timeout
-        self._connect(processes, deadline)
-        tell(f"engines: 0 of {self.n}")
-        self._wait_for_engines(tell, deadline)
-        if self.backend == "auto":
-            self.backend = "nccl" if self.n <= self.hosts.gpus else "gloo"
-        tell(f"forming the group of {self.n} ranks")
-        self._world = self._new_world()
-        self._world.form(wait=max(1.0, deadline - time.monotonic()))
-        if self.keep:
-            self._write_down(processes.controller)
-        tell("ready")
-
-    def _connect(self, processes: Processes, deadline: float) -> None:
-        from nbdist.client import RankClient, quiet_session
-        from nbdist.telemetry import Telemetry
-
-        info = processes.connection_info(deadline)
-        self._telemetry = Telemetry(self.n, log_dir=self.log_dir("runs"), behind=self.hosts.behind)
-        with quiet_session():
-            client = self._client = RankClient(info, timeout=max(1.0, deadline - time.monotonic()))
-        client.route = self._route
-        client._registration_callbacks.append(self._on_registration)
-
-    def _new_world(self) -> World:
-        from nbdist.world import World
-
-        assert self.run_dir is not None
-        one_host = self._processes is None or self._processes.one_host
-        return World(
-            self.client, self.run_dir, backend=self.backend, timeout=self.collective_timeout, one_host=one_host
-        )
-
-    def _write_down(self, controller: Any) -> None:
-        from nbdist import kept
-
-        self.name = self.name or str(controller.pid)
-        entry = {
-            "run_dir": str(self.run_dir),
-            "controller": controller.pid,
-            "controller_born": controller.create_time(),
-            "n": self.n,
-            "backend": self.backend,
-            "collective_timeout": self.collective_timeout,
-            "logs": str(self.log_dir("")),
-            "profile": str(self.profile or ""),
-        }
-        kept.write_down(self.name, entry)
 
     @classmethod
     def attach(cls, name: str = "", timeout: float = 30.0) -> Cluster:
@@ -332,50 +256,6 @@ class Cluster:
             self.detach()
         else:
             self.stop()
-
-    def _wait_for_engines(self, tell: Callable[[str], None], deadline: float) -> None:
-        from nbdist.processes import log_tail
-
-        assert self._client is not None and self._processes is not None and self.run_dir is not None
-        told, stage = 0, ""
-        with self._changed:
-            while len(self._client.ids) < self.n:
-                if self.deaths and not self.hosts.make_do_without_the_dead():
-                    engine, death = next(iter(self.deaths.items()))
-                    raise ClusterError(
-                        f"{len(self._client.ids)} of {self.n} engines registered; engine {engine} "
-                        f"{describe_end(death)}.{offer(self.n - len(self.deaths))}{_indent(death.get('stderr', ''))}"
-                    )
-                if self.hosts.failure and not self.hosts.make_do_with_those_that_came():
-                    raise ClusterError(self.hosts.failure.strip())
-                if self._agent_end is not None:
-                    log = self.run_dir / "log" / "agent.log"
-                    last = log.read_text(errors="replace")[-1500:] if log.exists() else ""
-                    if "No module named 'torch'" in last:
-                        raise ClusterError(
-                            f"torch is missing where the engines run ({sys.executable}). Install it: pip install torch."
-                        )
-                    raise ClusterError(f"The node agent ended before its engines had started.{_indent(last)}")
-                if self._controller_end is not None:
-                    raise ClusterError(f"The controller ended while the engines were starting.{log_tail(self.run_dir)}")
-                left = deadline - time.monotonic()
-                if left <= 0 and self.hosts.make_do_with_those_that_came():
-                    deadline += LATE_S
-                elif left <= 0:
-                    raise ClusterError(
-                        f"{len(self._client.ids)} of {self.n} engines registered in {self._processes.timeout:g} s"
-                        f"{f' ({self.hosts.stage})' if self.hosts.stage else ''}. {self.hosts.who_is_missing()}"
-                        f"Give more with %cluster start --timeout.{log_tail(self.run_dir)}"
-                    )
-                self._changed.wait(max(0.0, min(left, 0.1)))
-                if self.hosts.stage != stage:
-                    stage = self.hosts.stage
-                    tell(stage)
-                if len(self._client.ids) > told:
-                    told = len(self._client.ids)
-                    tell(f"engines: {told} of {self.n}")
-        if told < self.n:
-            tell(f"engines: {self.n} of {self.n}")
 
     def stop(self) -> None:
         """End everything that was started, by pid, and remove what it left on disk. Does nothing the second time."""
@@ -711,7 +591,8 @@ class Cluster:
         """Say it where the cluster was started, when no cell runs that would say it."""
         if self.cell is None and not self._stopping and self._world is not None and self._page is not None:
             rank = self._world.engines.index(engine) if engine in self._world.engines else engine
-            self._page.write(f"rank {rank} {describe_end(event)}. Replace it with %cluster repair.\n", "stderr")
+            then = "The next cell replaces it." if self.repair_mode == "auto" else "Replace it with %cluster repair."
+            self._page.write(f"rank {rank} {describe_end(event)}. {then}\n", "stderr")
 
     def _on_registration(self, event: dict[str, Any]) -> None:
         with self._changed:
@@ -737,8 +618,3 @@ class Cluster:
             self.cell.wake()
         elif self._page is not None and self._world is not None:
             self._page.write(self.defunct + "\n", "stderr")
-
-
-def _indent(text: str) -> str:
-    text = text.strip()
-    return "\n  " + text.replace("\n", "\n  ") if text else ""

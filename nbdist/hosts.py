@@ -32,6 +32,7 @@ class Hosts:
         self.local_ranks: dict[int, int] = {}  # engine id -> its number on the host, as its agent counts
         self.hellos: dict[int, dict[str, Any]] = {}  # number of a host -> what it said of itself
         self.ahead: dict[int, float] = {}  # number of a host -> how far the exchange's clock is ahead of it, in seconds
+        self.ends = 0.0  # Unix time at which a job's time is over, or 0; may be told before there is telemetry
         self.stage = ""  # what is waited for: a job in a queue
         self.failure = ""  # why the engines will not come up
         self.missing = ""  # hosts that will not come, where the others can go on
@@ -57,7 +58,9 @@ class Hosts:
         elif kind == "state":
             self.stage = event["text"]
         elif kind == "limit":
-            self._cluster.telemetry.ends = event["ends"]
+            self.ends = event["ends"]
+            if self._cluster._telemetry is not None:
+                self._cluster._telemetry.ends = self.ends
         elif kind == "failed":
             self.failure, self.missing = event["text"], event.get("missing", "")
         elif kind == "notice":

@@ -123,7 +123,7 @@ def resize(cluster: Cluster, n: int) -> str:
 
 def adopt(cluster: Cluster, entry: dict[str, Any], deadline: float) -> None:
     """Connect to a kept cluster and take its world as it is: forming it anew would end what the ranks run."""
-    from nbdist import cells
+    from nbdist import cells, startup
     from nbdist.page import Page
     from nbdist.processes import Found
 
@@ -133,7 +133,7 @@ def adopt(cluster: Cluster, entry: dict[str, Any], deadline: float) -> None:
     cluster._page.closed = True
     processes = cluster._processes = Found(entry, on_agent=cluster._on_agent, on_agent_end=cluster._on_agent_end)
     cluster._early = []
-    cluster._connect(processes, deadline)
+    startup.connect(cluster, processes, deadline)
     client = cluster.client
     if processes.theirs:
         _await_ids(cluster, present=range(processes.n))
@@ -144,7 +144,7 @@ def adopt(cluster: Cluster, entry: dict[str, Any], deadline: float) -> None:
             cluster.backend = "nccl" if processes.n <= cluster.hosts.gpus else "gloo"
         cluster.n = processes.n
         cluster._early = None
-        cluster._world = cluster._new_world()
+        cluster._world = startup.new_world(cluster)
         cluster._world.form(wait=max(1.0, deadline - time.monotonic()))
         return
     silent = sorted(set(client.ids) - set(infos))
@@ -152,7 +152,7 @@ def adopt(cluster: Cluster, entry: dict[str, Any], deadline: float) -> None:
         raise ClusterError(f"Engines {silent or 'none'} of the kept cluster do not answer. Try again, or start anew.")
     cluster._engine_pids = {engine: info.pid for engine, info in infos.items()}
     infos |= _died_unseen(cluster, infos) if processes.one_host else {}
-    world = cluster._world = cluster._new_world()
+    world = cluster._world = startup.new_world(cluster)
     world.engines = tuple(sorted(infos, key=lambda engine: infos[engine].rank))
     world.ranks = tuple(infos[engine] for engine in world.engines)
     if processes.theirs:

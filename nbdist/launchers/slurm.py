@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
 import os
@@ -141,10 +142,10 @@ class SlurmAgents(RemoteAgents):
         path = Path(self.profile_dir) / "slurm.sbatch"
         path.touch(mode=0o700)
         path.write_text(self.script(exchange=self._address.as_dict()))
-        # what is interrupted here has been submitted all the same: its number is needed to cancel it
-        self._submission = asyncio.ensure_future(
-            asyncio.to_thread(run, ["sbatch", "--parsable", str(path)], check=True)
-        )
+        # what is interrupted here has been submitted all the same: its number is needed to cancel it. No task, which
+        # the end of an interrupted start would cancel
+        sbatch = functools.partial(run, ["sbatch", "--parsable", str(path)], check=True)
+        self._submission = asyncio.get_running_loop().run_in_executor(None, sbatch)
         await asyncio.shield(self._submission)
         self._take_number(self._submission.result())
         self.report(event="state", text=f"job {self.job} submitted")

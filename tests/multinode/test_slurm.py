@@ -50,6 +50,19 @@ def test_a_job_that_waits_says_why_and_stop_or_timeout_cancel_it(slurm: Slurm, s
     slurm.wait_for_no_jobs()
 
 
+def test_a_stop_before_slurm_has_answered_cancels_the_job_all_the_same(
+    slurm: Slurm, slurm_login: Kernel, tmp_path: Path
+) -> None:
+    real = slurm_login.check("import os, shutil\nprint(shutil.which('sbatch'))").text.strip()
+    slow = tmp_path / "sbatch"
+    slow.write_text(f'#!/bin/sh\n{real} "$@"\nsleep 6\n')
+    slow.chmod(0o755)
+    slurm_login.check(f"os.environ['PATH'] = '{tmp_path}:' + os.environ['PATH']")
+    stopped = slurm_login.run(f"{START} {PENDING}", timeout=40, actions=[(4, slurm_login.interrupt)])
+    assert stopped.error is not None and stopped.error[0] == "KeyboardInterrupt", stopped
+    slurm.wait_for_no_jobs()
+
+
 def test_a_killed_notebook_cancels_its_job(slurm: Slurm, slurm_login: Kernel) -> None:
     slurm_login.send(f"{START} {PENDING}")
     deadline = time.monotonic() + 30

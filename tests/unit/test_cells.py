@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.cells import CellSyntaxError, check_syntax
 from nbdist.magics import _numbered
 from nbdist.report import describe_end
+from nbdist.syntax import CellSyntaxError, check_syntax
 from tests.kernel import plain
 
 
