@@ -416,6 +416,8 @@ def run(
         raise ClusterError(
             f"In[{cluster.cell.label}] still runs on the ranks. Wait for it, or %cluster interrupt it first."
         )
+    label = current_label()
+    check_syntax(source, f"In[{label}]")
     dead = _dead(cluster)
     if dead and cluster.repair_mode == "auto":
         Page().write(cluster.repair() + "\n", "stderr")
@@ -423,8 +425,6 @@ def run(
         raise ClusterError(f"{named(dead)} dead. Replace with %cluster repair; the others keep their state.")
     if world.broken:
         world.form()
-    label = current_label()
-    check_syntax(source, f"In[{label}]")
     cell = Cell(cluster, source, ranks, label=label, output=output, timeout=timeout)
     with stop_button(cell.request_stop):
         cluster.cell = cell

@@ -69,6 +69,10 @@ class Cluster:
         Seconds after which a collective gives up by itself; the state is kept when it does.
     keep : bool
         Leave the cluster running when this process ends.
+    name : str
+        What ``%cluster attach NAME`` finds a kept cluster by; else its controller's process id.
+    repair : {"ask", "auto"}
+        Replace dead ranks when told to, or at the end of a cell and before the next one.
     oversubscribe : bool
         Allow more than four ranks per core.
     min_ranks : int, optional

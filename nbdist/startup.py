@@ -1,4 +1,7 @@
-"""From nothing to a formed group: processes, a connection to them, engines that register, the first all_reduce."""
+"""From nothing to a formed group: processes, a connection to them, engines that register, the first all_reduce.
+
+A part of ``Cluster``, whose private fields it sets, kept apart from what a user asks of one.
+"""
 
 from __future__ import annotations
 

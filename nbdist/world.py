@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["World"]
 
-LOOK_S = 0.1  # at whether Stop was pressed
-NEWS_S = 0.5  # for the news that a rank has died, of which its neighbours' lost connections may tell first
-ABANDON_S = 1.0  # for ranks to say that they leave a group that is not formed any more
+LOOK_S = 0.1  # between two looks at Stop
+NEWS_S = 0.5  # after a first failure, for the news of the death that caused it
+ABANDON_S = 1.0  # for ranks to confirm that they gave up
 
 
 class World:
@@ -43,7 +43,7 @@ class World:
         self.timeout = timeout
         self.generation = 0
         self.broken = False
-        self.died: int | None = None  # engine that did while the group was formed
+        self.died: int | None = None  # the engine that died while the group was being formed
         self.guarded = False  # collectives are checked before they run
         self.engines: tuple[int, ...] = ()  # rank -> engine id
         self.ranks: tuple[RankInfo, ...] = ()

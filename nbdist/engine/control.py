@@ -82,6 +82,7 @@ def who() -> dict[str, Any]:
 
 def recent() -> dict[str, Any]:
     """The last records of this rank, which nobody may have heard."""
+    # as text, for the same reason as when they were published
     return {"payloads": json.dumps(list(recorder.sent))}
 
 

@@ -51,7 +51,7 @@ class Holder:
         # Ray gives this process a thread for each core of the bundle; each rank gets its share of them
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the link
-        # Ray's threads block signals, and a process inherits that of the thread that starts it: Stop would not reach it
+        # Ray's threads block signals, and a child inherits that from the thread that starts it: Stop would not reach it
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._link = subprocess.Popen(
             [python or sys.executable, "-m", "nbdist.engine", "--lifeline"],
@@ -283,7 +283,7 @@ def shortage(bundle: Mapping[str, float], nodes: int, known: list[dict[str, Any]
         for node in living
     )
     return (
-        f"{in_words(bundle, nodes)} asked for, but {len(fitting) or 'none'} of its {len(living)} nodes "
+        f"{in_words(bundle, nodes)} asked for, but {len(fitting) or 'none'} of the cluster's {len(living)} nodes "
         f"{'has' if len(fitting) <= 1 else 'have'} that ({has}). Ask for less with --nodes, -n, --gpus-per-node or "
         "--cpus-per-rank, or add nodes (ray start --address …). Where Ray adds them itself: c.RayAgents.grows = True."
     )

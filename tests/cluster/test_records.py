@@ -44,7 +44,7 @@ def test_the_mean_is_weighted_by_samples(cluster: Cluster) -> None:
     assert cluster.evaluate("nbdist.mean(1.0 if rank == 0 else 5.0, weight=3 if rank == 0 else 1)") == [2.0, 2.0]
 
 
-def test_numbers_that_are_none_arrive_as_they_are(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nan_and_infinity_arrive_as_they_are(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
     cluster.run("nbdist.log(loss=float('nan'), most=float('inf'), least=-float('inf'))")
     last = cluster.telemetry.to_frame().iloc[-1]
     assert (str(last["loss"]), last["most"], last["least"]) == ("nan", float("inf"), -float("inf"))

@@ -39,7 +39,7 @@ class Interrupts:
                 self._restore()
 
     def __enter__(self) -> None:
-        self._swapped_here = self._handler is None and self._swap()
+        self._swapped_here = self._swap()
         self._holding = True
 
     def __exit__(self, *error: object) -> None:

@@ -168,7 +168,10 @@ class Trainer:
         self._rejoin()
         windows = self._windows
         windows.agree()
-        target = self.global_step + (windows.steps_of(epochs) if steps is None else steps)
+        if epochs is not None:
+            steps = windows.steps_of(epochs)
+        assert steps is not None
+        target = self.global_step + steps
         run = self._named_run()
         run.begin(total=target, epoch=self.epoch, epochs=windows.epochs_at(target), note=self._arithmetic())
         gate = current_gate()

@@ -49,7 +49,7 @@ class Windows:
 
     @property
     def seed(self) -> int | None:
-        """What the order of a ``DistributedLoader`` comes from: of a pass in the middle, its rest too."""
+        """The seed of a ``DistributedLoader``'s order, None for other loaders: a resumed pass goes on in that order."""
         return self.loader.state_dict()["seed"] if isinstance(self.loader, DistributedLoader) else None
 
     @seed.setter
@@ -98,11 +98,13 @@ class Windows:
             self.epoch, self.position = self.epoch + 1, 0
             self._batches = None
 
-    def steps_of(self, epochs: float | None) -> int:
+    def steps_of(self, epochs: float) -> int:
         """Give the optimizer steps in so many passes."""
         length = self._passes.length(self.loader)
-        if not length or epochs is None:
-            raise ValueError("The loader does not tell its length, so epochs= has no number of steps. Give steps.")
+        if length is None:
+            raise ValueError("The loader does not tell its length: epochs cannot be counted in steps. Give steps.")
+        if length == 0:
+            raise ValueError("The loader gives no batch.")
         return round(epochs * math.ceil(length / self._accumulate))
 
     def epochs_at(self, step: int) -> float | None:

@@ -135,8 +135,8 @@ def _power_sgd(hook: CommHook, wrapped: DDP) -> HookLike:
         before = state.total_numel_after_compression
         done = powerSGD_hook.powerSGD_hook(state, bucket)
         if dist.get_backend(group) == "gloo":
-            # what the hook still has to send it sends from a callback, in whatever thread gloo has done the first part
-            # in: beside the next bucket's, in an order of each rank's own, and ranks then add up what is not the same
+            # torch's hook sends its second part from a callback, in whichever of gloo's threads ended the first. With
+            # several buckets the order then differs between ranks, and they add up what does not belong together
             done.wait()
         hook.sent += (state.total_numel_after_compression - before) * size
         return done

@@ -81,14 +81,14 @@ DTYPES = {
 Counters = Mapping[int, tuple[int, int]]  # torch's number of a group -> (last collective enqueued, last completed)
 
 _generation = 0
-_abandoned = 0  # up to this generation no group is formed any more
+_abandoned = 0  # generations up to this one are not formed any more
 _info: RankInfo | None = None
 _names: dict[int, str] = {}  # torch's number of a group in this process -> its name, which all ranks share
 _made = 0  # groups that this process has made in all generations
 _left: dict[int, int] = {}  # torch's number of a group that was left -> its generation
 _sockets: dict[int, str] = {}  # descriptor -> inode, of every group of this generation
 _sockets_lock = threading.Lock()
-_before: dict[int, str] | None = None  # the sockets there were when the group that is being made was begun
+_before: dict[int, str] | None = None  # sockets from before the group that is being made, if one is
 _stores: list[Any] = []  # torch keeps only the C++ half of a store
 
 
@@ -223,7 +223,7 @@ def device(local_rank: int, backend: str = "") -> torch.device:
 def leave() -> None:
     """Leave the current group, if there is one. Whoever still holds it (a DDP object) gets an error at once."""
     if not is_initialized():
-        c10d._world.group_count = 0  # a group that could not be formed is in torch's names of all later ones
+        c10d._world.group_count = 0  # a failed start has counted up torch's names of groups, which all ranks share
         return
     cut()
     _left.update(dict.fromkeys(_names, _generation))
@@ -271,8 +271,8 @@ def cut() -> int:
 def _knock(listener: socket.socket) -> None:
     """Connect to gloo's own listener in the place of every peer, and hang up.
 
-    gloo waits for a peer that has told its address and died before it connected until the group's timeout, five times
-    over, and hears of nothing else. A peer says who it is by the number of the pair: 8 bytes, counted from 0.
+    A peer that has told its address and died before it connected leaves gloo waiting, deaf to everything else, for five
+    times the group's timeout. A peer introduces itself by the number of the pair: 8 bytes, counted from 0.
     """
     for pair in range(int(os.environ["WORLD_SIZE"])):
         with socket.create_connection(listener.getsockname()[:2], KNOCK_S) as connection:
