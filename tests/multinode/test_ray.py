@@ -110,7 +110,8 @@ def test_a_cluster_that_is_too_small_is_told_by_its_nodes() -> None:
     assert shortage({"CPU": 8}, 2, nodes) == ""
     text = shortage({"CPU": 8, "GPU": 1}, 2, nodes)
     assert text.startswith(
-        "2 nodes with 8 CPU, 1 GPU each asked for, but 1 of the cluster's 2 nodes has that (a: 8 CPU, 1 GPU; b: 16 CPU, 0 GPU). "
+        "2 nodes with 8 CPU, 1 GPU each asked for, "
+        "but 1 of the cluster's 2 nodes has that (a: 8 CPU, 1 GPU; b: 16 CPU, 0 GPU). "
     )
 
 
