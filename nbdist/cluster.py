@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -196,13 +197,18 @@ class Cluster:
         return self
 
     @classmethod
-    def attach(cls, name: str = "", timeout: float = 30.0) -> Cluster:
+    def attach(cls, name: str = "", timeout: float = 30.0, *, ipcluster: str | None = None) -> Cluster:
         """Take over a cluster that was started with ``keep=True``, with its ranks' state and what they run.
 
         Parameters
         ----------
         name : str
             The cluster's name; not needed where only one is kept.
+        timeout : float
+            Seconds to wait for its ranks.
+        ipcluster : str, optional
+            Visit a cluster instead that ``ipcluster start`` has started on this host: the name of its profile, or the
+            path of its connection file. Its engines become ranks; ``stop`` leaves them as they were.
 
         Raises
         ------
@@ -214,18 +220,24 @@ class Cluster:
         global _active
         if _active is not None:
             raise ClusterError(f"A cluster of {_active.n} ranks is active here already. First %cluster stop.")
-        name, entry = kept.find(name)
-        cluster = cls(
-            entry["n"],
-            profile=entry.get("profile") or None,
-            backend=entry["backend"],
-            collective_timeout=entry["collective_timeout"],
-            keep=True,
-            name=name,
-            oversubscribe=True,
-        )
+        if ipcluster is None:
+            name, entry = kept.find(name)
+            cluster = cls(
+                entry["n"],
+                profile=entry.get("profile") or None,
+                backend=entry["backend"],
+                collective_timeout=entry["collective_timeout"],
+                keep=True,
+                name=name,
+                oversubscribe=True,
+            )
+            take = functools.partial(membership.adopt, cluster, entry)
+        else:
+            cluster = cls(keep=True, oversubscribe=True)
+            cluster.backend = "auto"  # until its engines are known
+            take = functools.partial(membership.visit, cluster, ipcluster)
         try:
-            membership.adopt(cluster, entry, time.monotonic() + timeout)
+            take(time.monotonic() + timeout)
         except BaseException:
             cluster.detach()
             raise
@@ -248,10 +260,12 @@ class Cluster:
         atexit.unregister(self._at_exit)
         if self._telemetry is not None:
             self._telemetry.close()
-        if self._processes is not None and self._processes.theirs and self.run_dir is not None:
+        if self.is_visited and self.run_dir is not None:
             shutil.rmtree(self.run_dir, ignore_errors=True)  # of this visit alone
         client, self._client = self._client, None
         if client is not None:
+            if self.is_visited and self.cell is None:
+                self._processes.leave(client)  # type: ignore[union-attr]
             client.close(linger=0)
         self._world = None
 
@@ -261,9 +275,17 @@ class Cluster:
         else:
             self.stop()
 
-    def stop(self) -> None:
-        """End everything that was started, by pid, and remove what it left on disk. Does nothing the second time."""
-        if self.keep and self.name and not (self._processes is not None and self._processes.theirs):
+    def stop(self, *, everything: bool = False) -> None:
+        """End everything that was started, by pid, and remove what it left on disk. Does nothing the second time.
+
+        Parameters
+        ----------
+        everything : bool
+            End also what was started without this notebook (a job, an ipyparallel cluster); else it is only let go of.
+        """
+        if everything and self.is_visited and self._client is not None:
+            self._processes.end_theirs(self._client)  # type: ignore[union-attr]
+        if self.keep and self.name and not self.is_visited:
             from nbdist import kept
 
             kept.forget(self.name)
@@ -309,6 +331,11 @@ class Cluster:
         else:
             return ""
         return f"The {what} of the cluster ended, and with it every rank. %cluster start begins anew."
+
+    @property
+    def is_visited(self) -> bool:
+        """Whether the cluster was started without this notebook, and stays when it is stopped here."""
+        return self._processes is not None and self._processes.theirs
 
     @property
     def client(self) -> RankClient:
@@ -531,10 +558,10 @@ class Cluster:
 
     def fork(self, local_rank: int, engine: int, node: int = 0) -> None:
         """Let the node agent fork an engine for a local rank, warm: torch is imported there already."""
-        with self._changed:
-            self.deaths.pop(engine, None)
         assert self._processes is not None
-        self._processes.tell(op="fork", local_rank=local_rank, id=engine, node=node)
+        with self._changed:  # what the agent reports of the new one comes after
+            self._processes.tell(op="fork", local_rank=local_rank, id=engine, node=node)
+            self.deaths.pop(engine, None)
 
     def logs(self, ranks: Iterable[int] | None = None, last: int = 4096) -> str:
         """Give the end of what the ranks' processes wrote to their standard error."""

@@ -51,10 +51,13 @@ def _cluster_parser() -> _Parser:
     start.add_argument("--min", type=int, dest="min_ranks", metavar="K")
     start.add_argument("--dry-run", action="store_true")
     launch.add_options(start)
-    for name in ("status", "stop", "interrupt", "check"):
+    for name in ("status", "interrupt", "check"):
         commands.add_parser(name)
+    stop = commands.add_parser("stop")
+    stop.add_argument("--all", action="store_true", dest="everything")
     attach = commands.add_parser("attach")
     attach.add_argument("name", nargs="?", default="")
+    attach.add_argument("--ipcluster", metavar="PROFILE", nargs="?", const="default")
     commands.add_parser("detach")
     repair = commands.add_parser("repair")
     repair.add_argument("--copy")
@@ -105,15 +108,17 @@ class ClusterMagics(Magics):
         if command == "start":
             return _start(options)
         if command == "attach":
-            return clusters.Cluster.attach(options["name"])
+            return clusters.Cluster.attach(**options)
         running = clusters.active()
         if command == "stop":
             if running is None:
                 print("No cluster is running.")
             else:
-                unwell = _unwell(running)
-                running.stop()
-                if unwell:
+                unwell, stays = _unwell(running), running.is_visited and not options["everything"]
+                running.stop(everything=options["everything"])
+                if stays:
+                    print("Let go of ranks that were started without this notebook; --all would end them.")
+                elif unwell:
                     print(f"Ended all ranks, also {unwell}.")
             return None
         running = clusters.require()

@@ -18,6 +18,7 @@ from nbdist.records import RankInfo, from_wire
 
 if TYPE_CHECKING:
     from nbdist.cluster import Cluster
+    from nbdist.processes import Processes
 
 __all__ = ["adopt", "repair", "resize", "shrink"]
 
@@ -122,30 +123,59 @@ def resize(cluster: Cluster, n: int) -> str:
 
 
 def adopt(cluster: Cluster, entry: dict[str, Any], deadline: float) -> None:
-    """Connect to a kept cluster and take its world as it is: forming it anew would end what the ranks run."""
-    from nbdist import cells, startup
-    from nbdist.page import Page
+    """Connect to a kept cluster and take it over."""
     from nbdist.processes import Found
 
     # a job's own folder may be on another host, and is not ours to remove
     cluster.run_dir = Path(tempfile.mkdtemp(prefix="nbdist-")) if entry.get("job") else Path(entry["run_dir"])
-    cluster._page = Page()
-    cluster._page.closed = True
     processes = cluster._processes = Found(entry, on_agent=cluster._on_agent, on_agent_end=cluster._on_agent_end)
-    cluster._early = []
-    startup.connect(cluster, processes, deadline)
-    client = cluster.client
+    _connect(cluster, processes, deadline)
     if processes.theirs:
         _await_ids(cluster, present=range(processes.n))
+    _take_over(cluster, processes, deadline, entry.get("logs"))
+
+
+def visit(cluster: Cluster, where: str, deadline: float) -> None:
+    """Connect to an ipyparallel cluster that the user has started, and make ranks of its engines."""
+    from nbdist.ipcluster import Visited
+
+    processes = Visited(where, on_agent=cluster._on_agent, on_agent_end=cluster._on_agent_end)
+    cluster.run_dir = Path(tempfile.mkdtemp(prefix="nbdist-"))
+    cluster._processes = processes
+    _connect(cluster, processes, deadline)
+    processes.settle(cluster.client)
+    _take_over(cluster, processes, deadline, None)
+
+
+def _connect(cluster: Cluster, processes: Processes, deadline: float) -> None:
+    from nbdist import startup
+    from nbdist.page import Page
+
+    cluster._page = Page()
+    cluster._page.closed = True
+    cluster._early = []
+    startup.connect(cluster, processes, deadline)
+
+
+def _take_over(cluster: Cluster, processes: Processes, deadline: float, logs: str | None) -> None:
+    """Take the world of found engines as it is: forming it anew would end what the ranks run."""
+    from nbdist import cells, startup
+    from nbdist.host import visible_gpus
+
+    client = cluster.client
     replies = client.ask(client.ids, "who", timeout=max(1.0, deadline - time.monotonic()))
     infos = {engine: from_wire(RankInfo, reply["info"]) for engine, reply in replies.items() if reply}
     if processes.theirs and not infos:  # nobody has formed its group yet
         if cluster.backend == "auto":
-            cluster.backend = "nccl" if processes.n <= cluster.hosts.gpus else "gloo"
+            gpus = visible_gpus() if processes.one_host else cluster.hosts.gpus
+            cluster.backend = "nccl" if processes.n <= gpus else "gloo"
         cluster.n = processes.n
         cluster._early = None
         cluster._world = startup.new_world(cluster)
         cluster._world.form(wait=max(1.0, deadline - time.monotonic()))
+        if processes.one_host:
+            pids = (info.pid for info in cluster._world.ranks)
+            cluster._engine_pids = dict(zip(cluster._world.engines, pids, strict=True))
         return
     silent = sorted(set(client.ids) - set(infos))
     if silent or not infos:
@@ -159,7 +189,8 @@ def adopt(cluster: Cluster, entry: dict[str, Any], deadline: float) -> None:
         cluster.backend = world.backend = world.ranks[0].backend
     world.generation = max(info.generation for info in infos.values())
     cluster.n = world.size
-    cluster.telemetry.replay(Path(entry["logs"]) / "runs")
+    if logs is not None:
+        cluster.telemetry.replay(Path(logs) / "runs")
     _catch_up(cluster)
     busy = {infos[engine].rank: reply["label"] for engine, reply in replies.items() if reply and reply["label"]}
     if busy:

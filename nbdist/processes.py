@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
@@ -27,6 +27,9 @@ from nbdist.errors import ClusterError
 from nbdist.kept import AgentLine
 from nbdist.lines import ExchangeLine
 from nbdist.profiles import locate
+
+if TYPE_CHECKING:
+    from nbdist.client import RankClient
 
 __all__ = ["Found", "Launched", "Processes", "dry_run", "log_tail"]
 
@@ -62,6 +65,12 @@ class Processes(Protocol):
 
     def go_on(self, at_least: int) -> int:
         """Make do with the hosts that have come; give how many ranks they take, or 0 where that is too few."""
+
+    def leave(self, client: RankClient) -> None:
+        """Take down what only this visit needed, on ranks that stay."""
+
+    def end_theirs(self, client: RankClient) -> None:
+        """End what was started without us."""
 
     def abandon(self) -> None:
         """End what is left after the controller or the agent has gone; returns at once."""
@@ -193,6 +202,12 @@ class Launched:
         left: int = self._cluster.engine_set.go_on(at_least)
         self.n = left or self.n
         return left
+
+    def leave(self, client: RankClient) -> None:
+        """Do nothing: these ranks end with us, or are kept with their group."""
+
+    def end_theirs(self, client: RankClient) -> None:
+        """Do nothing: all of it is ours."""
 
     def abandon(self) -> None:
         cluster = self._cluster
@@ -339,15 +354,24 @@ class Found:
 
         return follow
 
+    def leave(self, client: RankClient) -> None:
+        """Do nothing: the ranks of a job keep their group."""
+
+    def end_theirs(self, client: RankClient) -> None:
+        self._end_nodes()
+
+    def _end_nodes(self) -> None:
+        for node in list(self._nodes):
+            self._line.tell(op="stop", node=node)
+        deadline = time.monotonic() + STOP_S
+        while self._nodes and time.monotonic() < deadline:
+            time.sleep(0.02)
+
     def abandon(self) -> None:
         if self.theirs:
             return  # whoever started the job ends it
         if isinstance(self._line, ExchangeLine):
-            for node in list(self._nodes):
-                self._line.tell(op="stop", node=node)
-            deadline = time.monotonic() + STOP_S
-            while self._nodes and time.monotonic() < deadline:
-                time.sleep(0.02)
+            self._end_nodes()
         else:
             with contextlib.suppress(OSError):
                 self._line.close_input()

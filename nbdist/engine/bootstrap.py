@@ -17,7 +17,7 @@ from nbdist.engine.strategies import parallel
 from nbdist.engine.world import guard, process_group, store
 from nbdist.records import to_wire
 
-__all__ = ["identify", "join_world", "pull", "push", "run_cell", "switch_guard"]
+__all__ = ["identify", "join_world", "leave_world", "pull", "push", "run_cell", "switch_guard"]
 
 _injected: dict[str, Any] = {}
 
@@ -56,6 +56,16 @@ def join_world(**spec: Any) -> dict[str, Any]:
         nbdist=nbdist,
     )
     return to_wire(info)
+
+
+def leave_world() -> None:
+    """Leave the process group for good, and take its names out of the namespace again."""
+    process_group.leave(for_good=True)
+    namespace = _namespace()
+    for name, value in _injected.items():
+        if name in namespace and namespace[name] is value:
+            del namespace[name]
+    _injected.clear()
 
 
 def run_cell(source: str, label: int, run_name: str) -> dict[str, Any]:

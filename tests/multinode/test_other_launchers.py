@@ -86,6 +86,8 @@ def test_a_notebook_visits_a_job_of_torchrun(torchrun: tuple[subprocess.Popen[by
     failed = kernel.run("%%distributed\nif rank == 0: 1 / 0\ndist.barrier()")
     assert "rank 1: released from barrier" in failed.text
     assert "[0-1] 3.0" in kernel.check(WHOLE).text
+    kernel.check("%cluster stop --all")
+    process.wait(20)
 
 
 SETTING: dict[str, Any] = {

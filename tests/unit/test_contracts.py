@@ -27,7 +27,7 @@ LAYERS = (
     {"host", "profiles", "runlog", "syntax", "wire"},
     {"exchange", "lines"},
     {"client", "controller", "kept", "launchers", "page", "progress", "runs", "verdicts"},
-    {"output", "processes", "telemetry"},
+    {"ipcluster", "output", "processes", "telemetry"},
     {"release", "watch"},
     {"cells", "check", "hosts", "membership", "startup", "status", "values", "world"},
     {"cluster"},

@@ -220,8 +220,17 @@ def device(local_rank: int, backend: str = "") -> torch.device:
     return torch.device("cpu")
 
 
-def leave() -> None:
-    """Leave the current group, if there is one. Whoever still holds it (a DDP object) gets an error at once."""
+def leave(*, for_good: bool = False) -> None:
+    """Leave the current group, if there is one. Whoever still holds it (a DDP object) gets an error at once.
+
+    Parameters
+    ----------
+    for_good : bool
+        This process is no rank any more, and not about to join the next generation.
+    """
+    global _info
+    if for_good:
+        _info = None
     if not is_initialized():
         c10d._world.group_count = 0  # a failed start has counted up torch's names of groups, which all ranks share
         return
