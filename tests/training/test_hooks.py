@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import nbdist
 from nbdist.engine.steps.training import Trainer
@@ -124,6 +126,59 @@ def test_a_change_after_wrapping_is_told_at_the_next_step_once(ranks, what):
     for messages in ranks.run(change):
         (message,) = messages
         assert CHANGES[what][1] in message
+
+
+SHARD_CHANGES = {
+    "replaced": (
+        lambda model: setattr(model[0], "weight", nn.Parameter(torch.zeros(16, 6))),
+        "0.weight replaced after",
+    ),
+    "layer": (lambda model: model.add_module("2", nn.Linear(16, 3)), "2 changed after sharding: its gradients are not"),
+}
+
+
+@pytest.mark.parametrize("when", ["before the first step", "after a step"])
+@pytest.mark.parametrize("what", SHARD_CHANGES)
+def test_a_change_after_sharding_is_told_at_the_next_step_once(ranks, what, when):
+    def change():
+        model: Any = nbdist.parallelize(net(), "fsdp")
+        inputs, targets = share(samples(8), dist.get_rank(), 2)
+        if when == "after a step":
+            loss_fn(model(inputs), targets).backward()
+        SHARD_CHANGES[what][0](model)
+        with (
+            pytest.warns(UserWarning, match="Parallelize a newly made model") as caught,
+            contextlib.suppress(Exception),
+        ):
+            model(inputs)
+            model(inputs)
+        return [str(warning.message) for warning in caught]
+
+    for messages in ranks.run(change):
+        (message,) = messages
+        assert SHARD_CHANGES[what][1] in message
+
+
+def test_a_layer_that_is_unfrozen_after_sharding_trains_as_in_one_process(ranks):
+    def train(parallel):
+        model: Any = net()
+        model[0].weight.requires_grad_(False)
+        if parallel:
+            model = nbdist.parallelize(model, "fsdp")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(6):
+            if step == 3:
+                model[0].weight.requires_grad_(True)
+            batch = samples(8, seed=step)
+            inputs, targets = share(batch, dist.get_rank(), 2) if parallel else batch
+            loss_fn(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.full_tensor() if isinstance(p, DTensor) else p for p in weights(model)]
+
+    expected = train(False)
+    for got in ranks.run(train, True):
+        assert apart(got, expected) < 2e-6
 
 
 @pytest.mark.parametrize("name", ["powersgd", "bf16"])

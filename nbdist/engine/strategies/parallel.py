@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from nbdist.engine.strategies import hooks
-from nbdist.engine.strategies.changes import watch_changes
+from nbdist.engine.strategies.changes import watch_changes, watch_shards
 from nbdist.engine.strategies.dims import (
     Layout,
     ParallelDims,
@@ -209,6 +209,7 @@ def spread(
         sharding.shard_over(model, axes[names], policy, torch_options)
     elif dims.dp_replicate > 1:
         sharding.replicate_over(model, axes["dp_replicate"], policy, torch_options)
+    watch_shards(model, sharding.shards_of(model))
     return model
 
 

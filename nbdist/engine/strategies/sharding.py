@@ -21,6 +21,7 @@ __all__ = [
     "precision_policy",
     "replicate_over",
     "shard_over",
+    "shards_of",
     "warn_of_early_optimizers",
 ]
 
@@ -104,13 +105,21 @@ def forget_unreduced(model: nn.Module) -> None:
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.set_requires_gradient_sync(True, recurse=False)
+    for shard in shards_of(model):
+        shard.unsharded_accumulated_grad = None
+        if hasattr(shard, "_unsharded_param"):
+            shard._unsharded_param.grad = None
+
+
+def shards_of(model: nn.Module) -> list[Any]:
+    """Give torch's ``FSDPParam`` of each parameter that ``fully_shard`` or ``replicate`` looks after."""
+    shards: list[Any] = []
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
             state: Any = part._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            for group in groups:
-                for parameter in group.fsdp_params if group is not None else ():
-                    parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter._unsharded_param.grad = None
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                shards += group.fsdp_params if group is not None else ()
+    return shards
 
 
 def warn_of_early_optimizers(model: nn.Module) -> None:
