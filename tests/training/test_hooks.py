@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import nbdist
 from nbdist.engine.steps.training import Trainer
 from tests.training.models import apart, loss_fn, net, samples, share, weights
+from tests.training.ranks import Ranks
 from tests.training.strategies import alone, farthest, global_batches, trained
 
 
@@ -201,3 +203,26 @@ def test_a_compressed_run_that_was_saved_and_loaded_equals_one_that_was_not(rank
     again = ranks.run(train, 15, True)
     for got, whole in zip(again, expected, strict=True):
         assert apart(got, whole) < 1e-6
+
+
+def test_low_rank_errors_of_another_number_of_ranks_begin_anew_and_say_so(ranks, tmp_path):
+    def train(load):
+        model = nbdist.parallelize(wide(), "ddp", comm_hook="powersgd")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        trainer = Trainer(model, optimizer, nn.functional.cross_entropy, wide_batches(40))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if load:
+                nbdist.load_checkpoint(tmp_path, trainer=trainer)
+            trainer.train(20)
+        if not load:
+            nbdist.save_checkpoint(tmp_path, trainer=trainer).result()
+        return [str(warning.message) for warning in caught if "PowerSGD" in str(warning.message)]
+
+    assert ranks.run(train, False) == [[], []]
+    alone = Ranks(tmp_path, size=1)
+    try:
+        ((message,),) = alone.run(train, True)
+    finally:
+        alone.stop()
+    assert message.startswith("PowerSGD's errors are those of 2 ranks, and this is a world of 1: they begin at zero")

@@ -7,6 +7,7 @@ parameters: torch would add the errors of one layer to the gradients of another.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,13 +67,17 @@ class NamedState:
         algorithm, keys, *rest = state.rng.get_state()
         return {
             **{name: getattr(state, name) for name in COUNTERS},
+            "world_size": _world_size(),
             "random": [algorithm, keys.tolist(), *rest],
             "factors": {names[p]: factor for p, (_, factor) in kept.items() if factor is not None},
             "errors": {_place(): {names[p]: error for p, (error, _) in kept.items() if error is not None}},
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from there, in whatever buckets the parameters are by now."""
+        """Go on from there, in whatever buckets the parameters are by now.
+
+        Each rank's errors are its own: on another number of ranks they begin anew, with a warning.
+        """
         state = self._state
         for name in COUNTERS:
             setattr(state, name, saved[name])
@@ -81,6 +86,13 @@ class NamedState:
         for held in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
             held.clear()
         errors = saved["errors"].get(_place(), {})
+        if saved.get("world_size", _world_size()) != _world_size():
+            errors = {}
+            warnings.warn(
+                f"PowerSGD's errors are those of {saved['world_size']} ranks, and this is a world of {_world_size()}: "
+                "they begin at zero, and the next steps compress a little worse.",
+                stacklevel=2,
+            )
         parameters = dict(self._module.named_parameters())
         self._kept = {p: (errors.get(name), saved["factors"].get(name)) for name, p in parameters.items()}
         self._kept_at = state.iter
@@ -132,3 +144,7 @@ def _alike(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
 
 def _place() -> str:
     return f"rank {dist.get_rank() if dist.is_initialized() else 0}"
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
