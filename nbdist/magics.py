@@ -114,12 +114,13 @@ class ClusterMagics(Magics):
             if running is None:
                 print("No cluster is running.")
             else:
-                unwell, stays = _unwell(running), running.is_visited and not options["everything"]
+                troubles = "" if running.defunct else running.status().troubles
+                stays = running.is_visited and not options["everything"]
                 running.stop(everything=options["everything"])
                 if stays:
                     print("Let go of ranks that were started without this notebook; --all would end them.")
-                elif unwell:
-                    print(f"Ended all ranks, also {unwell}.")
+                elif troubles:
+                    print(f"Ended all ranks, also {troubles}.")
             return None
         running = clusters.require()
         if command == "status":
@@ -272,16 +273,6 @@ def _start(options: dict[str, Any]) -> Any:
             from nbdist.cells import Stopped
 
             raise Stopped(["The start was stopped; nothing is left of it."]) from None
-
-
-def _unwell(running: Any) -> str:
-    """Name the ranks that could not have ended by themselves."""
-    if running.defunct:
-        return ""
-    states = {row.rank: row.state.partition(":")[0] for row in running.status()}
-    return ", ".join(
-        f"rank {rank} ({state})" for rank, state in states.items() if state.startswith(("dead", "no answer"))
-    )
 
 
 def _ranks(text: str | None, cluster: Any) -> tuple[int, ...] | None:

@@ -34,12 +34,18 @@ class RankStatus:
     state: str
     memory: int | None
     threads: int
+    trouble: str = ""  # in short, of a rank that could not end by itself: "dead", "no answer in 0.8 s"
 
 
 class Status(tuple[RankStatus, ...]):
     """The table of ``%cluster status``."""
 
     note = ""  # a line below it
+
+    @property
+    def troubles(self) -> str:
+        """The ranks that are dead or do not answer: ``rank 0 (no answer in 0.8 s), rank 1 (dead)``; or nothing."""
+        return ", ".join(f"rank {row.rank} ({row.trouble})" for row in self if row.trouble)
 
     def __str__(self) -> str:
         rows = [("rank", "host", "device", "pid", "memory", "threads", "state"), *map(_cells, self)]
@@ -62,11 +68,13 @@ def ask(cluster: Cluster) -> Status:
     replies = cluster.client.ask(world.engines, "status", timeout=ANSWER_S)
     rows = []
     for engine, info in zip(world.engines, world.ranks, strict=True):
-        reply = replies.get(engine)
+        reply, trouble = replies.get(engine), ""
         if engine in cluster.deaths:
-            state = f"dead: {describe_end(cluster.deaths[engine])}"
+            trouble = "dead"
+            state = f"{trouble}: {describe_end(cluster.deaths[engine])}"
         elif reply is None:
-            state = f"no answer in {ANSWER_S:g} s: in a long native call, or stopped{_said_last(cluster, engine)}"
+            trouble = f"no answer in {ANSWER_S:g} s"
+            state = f"{trouble}: in a long native call, or stopped{_said_last(cluster, engine)}"
         else:
             state = describe(reply)
             _last_known.setdefault(cluster, {})[engine] = time.monotonic(), state
@@ -80,6 +88,7 @@ def ask(cluster: Cluster) -> Status:
                 state=state,
                 memory=memory,
                 threads=info.threads,
+                trouble=trouble,
             )
         )
     status = Status(rows)

@@ -17,7 +17,7 @@ from nbdist.launchers.kubernetes_api import Api, deletion, describe
 from nbdist.launchers.kubernetes_manifest import can_check, check, manifest
 from nbdist.launchers.remote import Plan, RemoteAgents, Slot
 
-__all__ = ["KubernetesAgents", "manifest"]
+__all__ = ["KubernetesAgents"]
 
 WAITING_POLL_S = 1.0
 RUNNING_POLL_S = 10.0
@@ -34,11 +34,11 @@ class KubernetesAgents(RemoteAgents):
     nodes = traitlets.Int(1, help="Number of pods.").tag(config=True)
     gpus_per_node = traitlets.Int(0, help="GPUs of each pod.").tag(config=True)
     ranks_per_node = traitlets.Int(0, help="Ranks of each pod; 0: one per GPU.").tag(config=True)
-    cpus_per_rank = traitlets.Int(2).tag(config=True)
-    memory_per_rank = traitlets.Unicode("8Gi").tag(config=True)
+    cpus_per_rank = traitlets.Int(2, help="CPUs that each rank asks for, and is held to.").tag(config=True)
+    memory_per_rank = traitlets.Unicode("8Gi", help="Memory that each rank asks for, and is held to.").tag(config=True)
     shared_memory = traitlets.Unicode("8Gi", help="Size of /dev/shm, for loader workers and NCCL.").tag(config=True)
     image = traitlets.Unicode("", help="Image with Python, torch and nbdist.").tag(config=True)
-    namespace = traitlets.Unicode("default").tag(config=True)
+    namespace = traitlets.Unicode("default", help="Namespace of the job and its pods.").tag(config=True)
     context = traitlets.Unicode("", help="Of the kubeconfig; else its current one.").tag(config=True)
     python = traitlets.Unicode("python", help="The image's Python.").tag(config=True)
     pod = traitlets.Dict(help="Further fields of the pods: {'nodeSelector': {'gpu': 'h100'}}.").tag(config=True)

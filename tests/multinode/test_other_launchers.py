@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.launchers.kubernetes import manifest
+from nbdist.launchers.kubernetes_manifest import manifest
 from tests.kernel import Kernel
 from tests.multinode.lan import LOGIN, Lan
 from tests.multinode.slurm import free_ports
