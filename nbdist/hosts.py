@@ -141,7 +141,7 @@ class Hosts:
             return True
         processes = self._cluster._processes
         assert processes is not None
-        self.failure = ""
+        self.failure = self.missing = ""
         processes.revive(node)
         deadline = time.monotonic() + patience
         with self._cluster._changed:

@@ -214,8 +214,9 @@ def _bring_back_hosts(cluster: Cluster, nodes: Iterable[int]) -> None:
         return
     for node in sorted(nodes):
         if not cluster.hosts.bring_back(node, RETURN_S):
-            why = cluster.hosts.failure.strip().splitlines()[-1:] or [f"no sign of it in {RETURN_S:g} s."]
-            raise ClusterError(f"A lost host is not back. {why[0].strip()} Go on without it: %cluster repair --shrink.")
+            why = (cluster.hosts.missing or cluster.hosts.failure).strip().splitlines()[-1:]
+            said = why[0].strip().rstrip(".") if why else f"no sign of it in {RETURN_S:g} s"
+            raise ClusterError(f"A lost host is not back: {said}. Go on without it: %cluster repair --shrink.")
 
 
 def _refuse_while_running(cluster: Cluster) -> None:

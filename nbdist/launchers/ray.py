@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -87,6 +88,7 @@ class RayAgents(RemoteAgents):
                 "pip install 'nbdist[ray]'"
             )
         self._coming = set(self.plan.counts)  # hosts that have not said hello yet
+        self._attempts: Counter[int] = Counter()  # number of a host -> how often it was started anew
         room = self.plan.slots[0].room
         first = self.first_line(room)
         own = {"OMP_NUM_THREADS": str(self.setting("cpus_per_rank"))}
@@ -115,7 +117,8 @@ class RayAgents(RemoteAgents):
         self._failures.pop(self._labels[node], None)
         self._failed_at = 0.0
         self._coming.add(node)
-        self._tell_driver(op="revive", node=node)
+        self._attempts[node] += 1
+        self._tell_driver(op="revive", node=node, attempt=self._attempts[node])
 
     async def finish(self) -> None:
         driver = getattr(self, "_driver", None)
@@ -155,7 +158,9 @@ class RayAgents(RemoteAgents):
                     told = True
                     self.report(event="failed", text=f"Ray: {event['text']}")
                 elif event["event"] == "ended":
-                    if not self._stopping and event["node"] in self._coming:
+                    # the driver may learn of a lost actor's end later than we, who start another one
+                    is_late = event["attempt"] != self._attempts[event["node"]]
+                    if not self._stopping and event["node"] in self._coming and not is_late:
                         self.fail(event["label"], why_ended(event))
                 else:
                     self.report(**event)

@@ -126,6 +126,7 @@ class Driver:
         self.second: dict[str, Any] = {}
         self.holders: dict[int, Any] = {}  # number of a host -> its actor
         self.labels: dict[int, str] = {}
+        self.attempts: dict[int, int] = {}  # number of a host -> how often it was started anew, as the launcher counts
         self.begun: dict[Any, int] = {}  # what comes back when a link has started -> number of its host
         self.ended: dict[Any, int] = {}  # what comes back when it has ended
         self.group: Any = None
@@ -235,6 +236,7 @@ class Driver:
                 for reference in [r for r, number in references.items() if number == node]:
                     del references[reference]
             self.labels.pop(node, None)
+            self.attempts[node] = command["attempt"]
             self.ray.kill(self.holders[node])
             self.start(node)
 
@@ -262,13 +264,16 @@ class Driver:
         except Exception as error:
             self._tell_of_the_end(node, error)
         else:
-            self.report(event="ended", node=node, label=self.labels[node], **end)
+            self._report_end(node, self.labels[node], **end)
 
     def _tell_of_the_end(self, node: int, error: Exception) -> None:
         """Report that an actor or its node has gone, or that its Python cannot run it: Ray says which."""
         cause = getattr(error, "cause", None) or error  # of what the actor itself raised
         label = self.labels.get(node, f"bundle {node}")
-        self.report(event="ended", node=node, label=label, code=None, told=f"its actor: {first_line(cause)}", log="")
+        self._report_end(node, label, code=None, told=f"its actor: {first_line(cause)}", log="")
+
+    def _report_end(self, node: int, label: str, **end: Any) -> None:
+        self.report(event="ended", node=node, label=label, attempt=self.attempts.get(node, 0), **end)
 
 
 def shortage(bundle: Mapping[str, float], nodes: int, known: list[dict[str, Any]]) -> str:

@@ -274,8 +274,16 @@ def run(command: list[str], *, check: bool = False) -> str:
         When ``check`` and it did not succeed.
     """
     try:
+        # Jupyter interrupts the kernel's whole process group: an sbatch in it ends, and the job that it had submitted
+        # already waits on, with nobody who knows its number
         ran = subprocess.run(
-            command, capture_output=True, text=True, timeout=COMMAND_S, stdin=subprocess.DEVNULL, env=quiet(os.environ)
+            command,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S,
+            stdin=subprocess.DEVNULL,
+            env=quiet(os.environ),
+            start_new_session=True,
         )
     except FileNotFoundError:
         if check:

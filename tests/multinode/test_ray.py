@@ -87,7 +87,7 @@ def test_what_ray_cannot_give_is_said_with_what_there_is(lan: Lan, raylets: Rayl
         ), wrong
         small = kernel.run(f"{START} --ray-address {raylets.address} --nodes 2 --ranks-per-node 8", timeout=60)
         assert small.error is not None and small.error[0] == "ClusterError", small
-        assert "2 nodes with 8 CPU each asked for, but none of its 2 nodes has that (" in small.error[1], small
+        assert "but none of the cluster's 2 nodes has that (" in small.error[1], small
         assert "n1: 4 CPU, 2 GPU" in small.error[1] and "--nodes" in small.error[1], small
         # where Ray adds nodes, or others hold them: told while one waits, and Stop ends it
         kernel.check(f"import os\nos.environ['RAY_ADDRESS'] = '{raylets.address}'\nimport nbdist")

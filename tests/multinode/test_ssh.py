@@ -107,9 +107,12 @@ def test_a_rank_and_a_host_are_replaced_where_they_were(lan: Lan, ssh_profile: P
     lan.cut("n2")
     try:
         lost = login.run("%%distributed\nwhile True: dist.barrier()", timeout=40)
+        early = login.run("%cluster repair", timeout=60)
     finally:
         lan.mend("n2")
     assert "host n2 was lost" in lost.text, lost
+    assert early.error is not None and early.error[1].startswith("A lost host is not back: n2: "), early
+    assert early.error[1].endswith(". Go on without it: %cluster repair --shrink."), early
     assert "ranks 1-2 replaced" in login.check("%cluster repair", timeout=90).text
     assert "[0-2] 6.0" in login.check(WHOLE).text
     assert "0" in login.check("%%distributed --ranks 0\nmine").text
