@@ -142,7 +142,9 @@ def test_a_cells_timeout_carries_the_report(ranks: Cluster) -> None:
     nothing_was_lost(ranks)
 
 
-def test_the_groups_own_timeout_names_who_was_missing(no_cluster: None) -> None:
+def test_the_groups_own_timeout_names_who_was_missing_and_rank0_first_waits_outside_of_it(
+    no_cluster: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Cluster(2, backend="gloo", collective_timeout=5) as cluster:
         ready(cluster)
         outcome = fails(cluster, "def tokenize(): time.sleep(60)\nif rank == 0: tokenize()\ndist.barrier()", within=9)
@@ -151,6 +153,18 @@ def test_the_groups_own_timeout_names_who_was_missing(no_cluster: None) -> None:
         assert "rank 0 did not come in 5 s" in outcome.text
         assert "rank 0 has not come to barrier" in outcome.text
         assert re.search(r"rank 0 is at Cell In\[\d+\], line 1", outcome.text)
+        nothing_was_lost(cluster)
+
+        capsys.readouterr()
+        cluster.run(
+            "import time\nwith nbdist.rank0_first():\n    if rank == 0: time.sleep(7)\n    print('mine', rank)\n"
+            "dist.barrier()"
+        )
+        printed = capsys.readouterr()
+        assert "[1] waits for rank 0 in rank0_first() (5 s)" in printed.err
+        assert printed.out.index("[0] mine 0") < printed.out.index("[1] mine 1")
+        failed = fails(cluster, "with nbdist.rank0_first():\n    if rank == 0: raise OSError('no room')", within=5)
+        assert "OSError: no room" in failed.text
         nothing_was_lost(cluster)
 
 

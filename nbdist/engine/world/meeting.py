@@ -24,6 +24,7 @@ __all__ = ["Meeting", "cell_ended", "meet", "named"]
 
 PATIENCE = 30.0  # seconds that a rank waits for others that may still be busy
 GRACE = 1.0  # seconds, when a missing rank is known to have ended its cell
+TELL_S = 5.0  # between two words of a rank that waits
 SLICES = (0.001, 0.05)  # seconds between two looks at the store: at first, and later
 
 _group: Any = None  # the group that the meetings are counted in
@@ -47,20 +48,25 @@ class Meeting:
         if self._store is not None:
             self._store.set(f"{self._prefix}/{key}", json.dumps(facts))
 
-    def hear(self, key: str, rank: int, *, limit: float) -> dict[str, Any]:
-        """Wait for what ``rank`` publishes under ``key``.
+    def hear(
+        self, key: str, rank: int, *, limit: float, waiting: Callable[[float], None] = lambda seconds: None
+    ) -> dict[str, Any]:
+        """Wait for what ``rank`` publishes under ``key``; ``waiting`` is called every few seconds with their number.
 
         Raises
         ------
         WorldError
             When it does not come within ``limit`` seconds, or that rank's process has ended.
         """
-        began = time.monotonic()
+        began = told = time.monotonic()
         slept = SLICES[0]
         while True:
             facts = self._look(key)
             if facts is not None:
                 return facts
+            if time.monotonic() - told > TELL_S:
+                told = time.monotonic()
+                waiting(told - began)
             if self._ended(rank):
                 raise WorldError(f"rank {rank} ended during {self.what}.")
             if time.monotonic() - began > limit:
