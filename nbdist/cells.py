@@ -422,7 +422,10 @@ def run(
     if dead and cluster.repair_mode == "auto":
         Page().write(cluster.repair() + "\n", "stderr")
     elif dead:
-        raise ClusterError(f"{named(dead)} dead. Replace with %cluster repair; the others keep their state.")
+        ends = dict.fromkeys(describe_end(cluster.deaths[world.engines[rank]]) for rank in dead)
+        raise ClusterError(
+            f"{named(dead)} dead: {'; '.join(ends)}. Replace with %cluster repair; the others keep their state."
+        )
     if world.broken:
         world.form()
     cell = Cell(cluster, source, ranks, label=label, output=output, timeout=timeout)

@@ -40,7 +40,7 @@ def test_a_death_is_named_and_the_others_come_out(ranks: Cluster, source: str, t
     assert re.search(r"rank 0: (interrupted|released from barrier) at Cell In\[\d+\], line \d", outcome.lines[-1])
     assert ranks.status()[1].state.startswith("dead")
     assert ranks.status()[0].state == "idle"
-    with pytest.raises(ClusterError, match=r"rank 1 dead\. Replace with %cluster repair"):
+    with pytest.raises(ClusterError, match=r"rank 1 dead: \(pid \d+\) .*\. Replace with %cluster repair"):
         ranks.run("1")
     began = time.monotonic()
     assert ranks.repair() == "rank 1 replaced by an empty one; rank 0 kept its state."
