@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from itertools import pairwise
 
@@ -44,11 +45,15 @@ def test_the_mean_is_weighted_by_samples(cluster: Cluster) -> None:
     assert cluster.evaluate("nbdist.mean(1.0 if rank == 0 else 5.0, weight=3 if rank == 0 else 1)") == [2.0, 2.0]
 
 
-def test_nan_and_infinity_arrive_as_they_are(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
-    cluster.run("nbdist.log(loss=float('nan'), most=float('inf'), least=-float('inf'))")
+def test_nan_and_infinity_arrive_as_they_are_and_an_odd_loss_is_told_once(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    capfd.readouterr()
+    cluster.run("for loss in (1.0, float('nan'), float('inf')): nbdist.log(loss=loss, most=float('inf'), least=-1e999)")
     last = cluster.telemetry.to_frame().iloc[-1]
-    assert (str(last["loss"]), last["most"], last["least"]) == ("nan", float("inf"), -float("inf"))
-    assert capfd.readouterr().err == ""
+    assert (last["loss"], last["most"], last["least"]) == (float("inf"), float("inf"), -float("inf"))
+    (told,) = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(r"\[0-1\] nbdist: the loss of .+ is nan at step 2, and the weights may be too\. Load .*", told)
 
 
 def test_every_record_is_in_the_table_and_in_the_run_log(cluster: Cluster) -> None:

@@ -179,8 +179,9 @@ def start(publish: Publish, *, rank: int, world_size: int) -> None:
 
 
 def flush() -> None:
-    """Send what has been recorded so far, now, from the calling thread."""
+    """Send what has been recorded so far, now, from the calling thread; tell of a loss that is no number."""
     recorder.drain()
+    recorder.tell_of_odd_loss()
 
 
 def begin_cell(label: str) -> None:

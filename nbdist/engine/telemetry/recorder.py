@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import fields
+from math import isfinite
 from time import perf_counter
 from typing import Any, Literal
 
@@ -29,6 +31,11 @@ PERIOD = 0.15  # seconds between two batches of records
 CAPACITY = 100_000  # records waiting to be sent; beyond it the oldest go
 BATCH = 2_000  # records in one message
 HELD = 10_000  # records that were sent and are held for a notebook that comes later
+
+ODD_LOSS = (
+    "nbdist: the loss of {run} is {loss} at step {step}, and the weights may be too. Load a checkpoint; then a lower "
+    "lr, clip_grad_norm=1.0, or a look at that batch.\n"
+)
 
 FILLED_HERE = frozenset({"run", "rank", "time", "values"})
 OWN_FIELDS = frozenset(f.name for f in fields(StepRecord)) - FILLED_HERE - {"step"}
@@ -58,6 +65,8 @@ class Run:
 
     def record(self, step: dict[str, Any], ended: float | None = None, number: int | None = None) -> None:
         """Put a step that has ended on the queue: columns of StepRecord and the user's names in one dict."""
+        if recorder.odd:
+            recorder.tell_of_odd_loss()
         self.step = self.step + 1 if number is None else number
         self.touched = time.time() if ended is None else ended
         recorder.put((self.name, self.step, self.touched, self.epoch, step))
@@ -81,6 +90,8 @@ class Recorder:
         self.step: dict[str, Any] | None = None  # the step that log() and span() add to
         self.queue: deque[Any] = deque()
         self.dropped = 0
+        self.odd = ""  # what the user has to be told of a loss, by the thread whose output is the cell's
+        self._told_of: set[str] = set()  # runs whose loss was odd
         self.open_runs: dict[str, Run] = {}
         self.sent: deque[dict[str, Any]] = deque()  # the last payloads, numbered
         self.number = 0  # of the last payload
@@ -145,6 +156,12 @@ class Recorder:
         if number is not None:
             run.step = int(number) - 1
         run.record(step)
+
+    def tell_of_odd_loss(self) -> None:
+        """Say once a run that its loss is no number any more; from the training thread."""
+        text, self.odd = self.odd, ""
+        if text:
+            sys.stderr.write(text)
 
     def close_runs(self, reason: Reason) -> None:
         for run in list(self.open_runs.values()):
@@ -237,6 +254,10 @@ class Recorder:
                 values[name] = value
             elif value is not None:
                 wire[name] = int(value) if name in WHOLE_NUMBERS else value
+        loss = wire.get("loss")
+        if loss is not None and not isfinite(loss) and run not in self._told_of:
+            self._told_of.add(run)
+            self.odd = ODD_LOSS.format(run=run, loss=loss, step=number)
         samples, seconds = wire.get("samples"), wire.get("step_time")
         if samples is not None and seconds:
             wire.setdefault("samples_per_s", samples / seconds)
