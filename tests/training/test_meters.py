@@ -382,6 +382,7 @@ def test_own_steps_of_a_trainer_are_recorded_and_end_with_the_cell(published):
 
 def test_exposed_communication_is_read_from_ddp(ranks):
     def train():
+        from nbdist.engine.steps.agreement import all_ranks
         from nbdist.engine.strategies.parallel import parallelize
 
         payloads = Published()
@@ -389,7 +390,7 @@ def test_exposed_communication_is_read_from_ddp(ranks):
         model = parallelize(net())
         trainer = Trainer(model, sgd(model.parameters()), loss_fn, [samples(8)])
         until = time.monotonic() + 0.6
-        while time.monotonic() < until:
+        while all_ranks(time.monotonic() < until):
             trainer.train(20)
         recorders.recorder.publish = None
         return [record["exposed_comm"] for record in payloads.steps if "exposed_comm" in record], len(payloads.steps)
