@@ -52,8 +52,11 @@ chaos: $(VENV)/test.stamp   ## two hundred random faults on one cluster (CHAOS_A
 bench: $(VENV)/test.stamp   ## measure against ipyparallel and torchrun (NAME=start|cell|stream|train|trainer|records; default all)
 	$(BIN)/python -m tests.benchmarks $(NAME)
 
-interop: $(VENV)/test.stamp   ## train by Accelerate, Hugging Face and Lightning inside cells (installs them)
+interop: $(VENV)/test.stamp   ## train by Accelerate, Hugging Face, Lightning inside cells (HEAVY=1: DeepSpeed, Megatron)
 	@$(PIP) --constraint constraints.txt --editable '.[interop]'
+	@# DeepSpeed's setup imports the torch that is there
+	@if [ -n "$(HEAVY)" ]; then $(PIP) setuptools wheel hatchling editables && \
+		DS_BUILD_OPS=0 $(PIP) --no-build-isolation --constraint constraints.txt --editable '.[interop-heavy]'; fi
 	$(BIN)/python -m pytest tests/interop
 
 clean:   ## remove what make made

@@ -83,7 +83,8 @@ def test_compiled_stages_train_alike(ranks):
             Trainer(model, optimizer, torch.nn.functional.cross_entropy, batches, compile=compile).train(2)
         return weights(model), any(part._compiled_call_impl is not None for part in model.modules())
 
-    for compiled, plain in zip(ranks.run(train, True), ranks.run(train, False), strict=True):
+    # not by inductor: where nothing is cached its C++ takes longer than these ranks wait for each other
+    for compiled, plain in zip(ranks.run(train, "aot_eager"), ranks.run(train, False), strict=True):
         assert apart(compiled[0], plain[0]) < 1e-6
         assert (compiled[1], plain[1]) == (True, False)
 

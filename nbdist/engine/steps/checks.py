@@ -63,14 +63,14 @@ def warn_if_alone(model: nn.Module) -> None:
         )
 
 
-def compile_parts(module: nn.Module) -> None:
+def compile_parts(module: nn.Module, backend: str) -> None:
     """Compile in place: a sharded model by its blocks, a pipeline by its stages; the hooks between stay as they are."""
     if hasattr(module, "forward_backward"):
         parts = [part for stage in module.children() for part in _blocks(stage)]
     else:
         parts = _blocks(module)
     for part in parts:
-        part.compile()
+        part.compile(backend=backend)
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:

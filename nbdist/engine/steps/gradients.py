@@ -99,7 +99,7 @@ class Gradients:
     def add(
         self, batch: Any, loss_fn: LossFunction, scaler: torch.amp.GradScaler | None, *, closes: bool
     ) -> torch.Tensor:
-        """Add the gradient of one batch; reduce over the ranks if it closes the window. Give the loss, detached."""
+        """Add the gradient of one batch; reduce over the ranks if it closes the window. Give the loss."""
         missing = batch is MISSING
         try:
             inputs, targets = self._spare if missing else batch
@@ -125,7 +125,7 @@ class Gradients:
         self.batches += 1
         if weight:
             self.weights += weight
-            self._losses += (value.item() if self._on_cpu else value) * weight
+            self._losses += (value.item() if self._on_cpu else value.detach()) * weight
             self.samples += samples or 0
         return value
 
@@ -159,7 +159,7 @@ class Gradients:
         if scaler is not None:
             scaled = scaler.scale(scaled)
         scaled.backward()
-        return loss.detach()
+        return loss
 
     def _run_pipeline(
         self, inputs: Any, targets: Any, loss_fn: LossFunction, factor: float, scaler: torch.amp.GradScaler | None

@@ -59,8 +59,9 @@ class Trainer:
         Largest L2 norm of the gradient; the norm before clipping is recorded as grad_norm.
     scheduler : torch.optim.lr_scheduler.LRScheduler, optional
         Advanced after each optimizer step.
-    compile : bool
-        Compile the model by ``torch.compile``; a sharded one block by block.
+    compile : bool or str
+        Compile the model by ``torch.compile``, or by another backend of it ("aot_eager", …); a sharded one block by
+        block.
     uneven : "error", "drop" or "join"
         What to do when the ranks' loaders differ in length: refuse; end each pass with the shortest; or go on to the
         end of the longest, where ranks without a batch take part with none of their own, and the mean is over the
@@ -89,7 +90,7 @@ class Trainer:
         accumulate: int = 1,
         clip_grad_norm: float | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
-        compile: bool = False,
+        compile: bool | str = False,
         uneven: str = "error",
     ) -> None:
         if precision not in PRECISIONS:
@@ -120,7 +121,7 @@ class Trainer:
         self.scaler = PiecewiseScaler(self._device.type) if precision == "fp16" else None
         self._hook = hooks.hook_of(model)
         if compile:
-            compile_parts(self._module)
+            compile_parts(self._module, "inductor" if compile is True else compile)
         self._group = dist.GroupMember.WORLD
         self._interrupts = Interrupts()
         self._torn = False  # the last call ended somewhere within a step
@@ -240,7 +241,7 @@ class Trainer:
             raise
         finally:
             recorder.step = outer
-        return loss
+        return loss.detach()
 
     def evaluate(
         self, loader: Iterable[Any], accuracy: Callable[[Any, Any], torch.Tensor] | None = None

@@ -30,6 +30,7 @@ class Passes:
         self.rule = rule
         self.lengths: list[int] | None = None
         self.together = False  # there are other ranks
+        self.alone = True  # each rank draws its batches without a look at the others
         self.ranks = 0  # those that had the last batch; 0 where nobody was asked
 
     def agree(self, loader: Any) -> None:
@@ -42,6 +43,7 @@ class Passes:
         """
         self.lengths = None
         self.together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.alone = self.rule == "error" or not self.together
         if not self.together:
             return
         length = length_of(loader)
@@ -77,8 +79,6 @@ class Passes:
 
         ``MISSING`` on a rank that has none while others have ("join"); None when the pass has ended for all.
         """
-        if self.rule == "error" or not self.together:
-            return next(batches, None)
         if self.lengths is not None:
             if number >= (max if self.rule == "join" else min)(self.lengths):
                 return None

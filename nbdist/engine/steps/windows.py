@@ -125,7 +125,8 @@ class Windows:
         """Give the batch with this number in the window; None at the end of the pass."""
         if self._batches is None:
             self._batches = self._begin_pass()
-        batch = self._passes.next(self._batches, self.position + number)
+        passes = self._passes
+        batch = next(self._batches, None) if passes.alone else passes.next(self._batches, self.position + number)
         if batch is None:
             self._batches = None
         return batch

@@ -48,24 +48,28 @@ class CpuClock:
         self.begin()
 
     def begin(self) -> None:
-        self._ended = self._last = perf_counter()
-        self._seconds: dict[str, float] = {}
+        self._ended = perf_counter()
+        self._laps: list[tuple[str, float]] = []
 
     def skip(self) -> None:
-        self._last = perf_counter()
+        self._laps.append(("", perf_counter()))
 
     def lap(self, phase: str) -> None:
-        now = perf_counter()
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
-        self._last = now
+        # a step has five and more: what can wait until its end does
+        self._laps.append((phase, perf_counter()))
 
     def finish(self, step: dict[str, Any], emit: Emit) -> None:
-        now = perf_counter()
-        seconds, self._seconds = self._seconds, {}
-        step["step_time"] = whole = now - self._ended
+        seconds: dict[str, float] = {}
+        before = began = self._ended
+        for phase, at in self._laps:
+            if phase:
+                seconds[phase] = seconds.get(phase, 0.0) + at - before
+            before = at
+        self._laps.clear()
+        now = self._ended = perf_counter()
+        step["step_time"] = whole = now - began
         step["other"] = whole - sum(seconds.values())
         step.update(seconds)
-        self._ended = self._last = now
         emit(step, time.time())
 
     def settle(self) -> None:
