@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -161,3 +162,14 @@ def test_what_is_not_needed_yet_is_not_imported(source: str, absent: set[str], t
     ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.strip() == "", f"imported: {ran.stdout}"
+
+
+def test_ranks_send_each_other_no_pickled_objects() -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno} {node.attr}"
+        for path in ENGINE
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"\w+_object(_list)?", node.attr)
+        if ast.unparse(node.value) in ("dist", "c10d", "torch.distributed")
+    ]
+    assert not wrong, "\n".join(wrong)

@@ -17,12 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+
+from nbdist.engine.strategies import sending
 
 __all__ = [
     "METADATA",
@@ -38,6 +47,19 @@ __all__ = [
 METADATA = ".metadata"
 COPIERS = 4
 LARGE = 1 << 24  # bytes
+
+# what torch's plan of a rank is made of
+PLANNED = (
+    SavePlan,
+    WriteItem,
+    WriteItemType,
+    TensorWriteData,
+    ChunkStorageMetadata,
+    TensorProperties,
+    MetadataIndex,
+    _MEM_FORMAT_ENCODING,
+    torch.serialization._get_layout,
+)
 
 CHECKPOINT = "torch.distributed.checkpoint"
 ALLOWED: Mapping[str, frozenset[str]] = {
@@ -93,8 +115,7 @@ def plan_together(key: str, tensors: Mapping[str, torch.Tensor], rank: int, worl
     planner.set_up_planner(dict(tensors), None, rank == 0)
     plans = [planner.create_local_plan()]
     if world_size > 1:
-        plans = [plans[0]] * world_size
-        dist.all_gather_object(plans, plans[rank])
+        plans = sending.all_gather(plans[0], kinds=PLANNED)
     # each rank makes the whole plan of the same parts: a scatter of the results would be a second collective
     plans, metadata = planner.create_global_plan(plans)
     plans = FileSystemWriter("").prepare_global_plan(plans)

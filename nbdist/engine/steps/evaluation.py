@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbdist.engine.loading.data import first_tensor_length, own_samples
+from nbdist.engine.strategies import sending
 from nbdist.engine.strategies.dims import Layout, is_fsdp
 
 __all__ = ["evaluate", "moved"]
@@ -80,9 +81,8 @@ def _in_step(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
             return
         if not all(with_spare):
             # its share of the data is empty: it takes part with another rank's batch
-            lent = [moved(spare, torch.device("cpu"))]
-            dist.broadcast_object_list(lent, with_spare.index(True), device=device)
-            spare = lent[0] if spare is None else spare
+            lent = sending.broadcast(moved(spare, torch.device("cpu")), with_spare.index(True))
+            spare = lent if spare is None else spare
         yield spare, batch is not None
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from nbdist.engine.cells.interrupts import Interrupts
 from nbdist.engine.steps.evaluation import moved
-from nbdist.engine.strategies import parallel
+from nbdist.engine.strategies import parallel, sending
 
 __all__ = ["Place", "agreed_number", "catch_up"]
 
@@ -57,7 +57,7 @@ def catch_up(module: nn.Module, parts: Sequence[Any], place: Place, device: torc
             dist.broadcast(tensor, source)
     # on the CPU: a GPU's tensors would be unpickled on the sender's device number
     states = [None if part is None else moved(part.state_dict(), torch.device("cpu")) for part in parts]
-    dist.broadcast_object_list(states, source, device=device)
+    states = sending.broadcast(states, source)
     with Interrupts():
         for part, state in zip(parts, states, strict=True):
             if part is not None and state is not None:

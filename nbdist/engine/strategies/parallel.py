@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from nbdist.engine.strategies import hooks
+from nbdist.engine.strategies import hooks, sending
 from nbdist.engine.strategies.changes import watch_changes, watch_shards
 from nbdist.engine.strategies.dims import (
     Layout,
@@ -294,18 +294,20 @@ def align_random_states(layout: Layout) -> None:
         group = layout.group_of(axis)
         if group is None:
             continue
+        theirs = None if numpy is None else numpy.random.get_state()
         states: list[Any] = [
             random.getstate(),
             torch.get_rng_state(),
-            None if numpy is None else numpy.random.get_state(),
+            None if theirs is None else (theirs[0], torch.from_numpy(theirs[1].astype("int64")), *theirs[2:]),
         ]
-        dist.broadcast_object_list(states, group_src=0, group=group, device=device())
+        states = sending.broadcast(states, 0, group=group)
         random.setstate(states[0])
         torch.set_rng_state(states[1])
         if device().type == "cuda":
             torch.cuda.manual_seed(torch.initial_seed())
         if numpy is not None and states[2] is not None:
-            numpy.random.set_state(states[2])
+            name, keys, *rest = states[2]
+            numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
 
 
 def _named(strategy: str | ParallelDims) -> tuple[str, ParallelDims]:

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from nbdist.engine.loading.data import first_tensor_length
-from nbdist.engine.strategies import parallel
+from nbdist.engine.strategies import parallel, sending
 from nbdist.engine.strategies.dims import Layout, ParallelDims, device, lay_out, remember
 from nbdist.engine.strategies.sameness import give_weights_of_rank_0, same_on_all_ranks
 from nbdist.errors import WorldError
@@ -308,16 +308,13 @@ def _shapes(value: Any) -> Any:
 
 def _send(value: Any, to: int, group: Any) -> None:
     tensors = value if isinstance(value, tuple) else (value,)
-    facts = [isinstance(value, tuple), [(tuple(t.shape), t.dtype) for t in tensors]]
-    dist.send_object_list(facts, group_dst=to, group=group, device=device())
+    sending.send([isinstance(value, tuple), [(tuple(t.shape), t.dtype) for t in tensors]], to, group=group)
     for tensor in tensors:
         dist.send(tensor.contiguous(), group_dst=to, group=group)
 
 
 def _receive(source: int, group: Any) -> Any:
-    facts: list[Any] = [None, None]
-    dist.recv_object_list(facts, group_src=source, group=group, device=device())
-    is_tuple, shapes = facts
+    is_tuple, shapes = sending.receive(source, group=group)
     tensors = [torch.empty(shape, dtype=dtype, device=device()) for shape, dtype in shapes]
     for tensor in tensors:
         dist.recv(tensor, group_src=source, group=group)

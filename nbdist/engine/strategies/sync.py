@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nbdist.engine.saving.shards import local_part
-from nbdist.engine.strategies import parallel
+from nbdist.engine.strategies import parallel, sending
 from nbdist.engine.world.meeting import named
 
 __all__ = ["SyncReport", "TensorDifference", "check_sync"]
@@ -183,9 +183,7 @@ def _details(
         (kind, name, share): (tuple(tensor.shape), str(tensor.dtype), value)
         for (kind, name, share, tensor), value in zip(held, sums.tolist(), strict=True)
     }
-    world = dist.get_world_size()
-    everyone: list[Mapping[tuple[str, str, str], tuple[Any, str, int]]] = [{}] * world
-    dist.all_gather_object(everyone, mine)
+    everyone: list[Mapping[tuple[str, str, str], tuple[Any, str, int]]] = sending.all_gather(mine)
     holders: dict[tuple[str, str, str], list[int]] = {}
     for rank, theirs in enumerate(everyone):
         for key in theirs:
