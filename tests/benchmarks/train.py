@@ -119,7 +119,7 @@ class Side:
 def torchrun(script: Path, env: Mapping[str, str]) -> Sequence[float]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", str(script)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **env})
-    if ran.returncode:
+    if ran.returncode and "RESULT" not in ran.stdout:  # gloo now and then aborts a script that is done
         raise RuntimeError(ran.stderr[-2000:])
     return results(ran.stdout)
 
