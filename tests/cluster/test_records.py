@@ -56,6 +56,22 @@ def test_nan_and_infinity_arrive_as_they_are_and_an_odd_loss_is_told_once(
     assert re.fullmatch(r"\[0-1\] nbdist: the loss of .+ is nan at step 2, and the weights may be too\. Load .*", told)
 
 
+def test_the_batch_arithmetic_is_told_once_before_the_first_step(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cluster.run(
+        "model = nbdist.parallelize(nn.Linear(2, 1))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "batches = [(torch.ones(8, 2), torch.ones(8, 1))] * 4\n"
+        "trainer = nbdist.Trainer(model, optimizer, F.mse_loss, batches, accumulate=2)"
+    )
+    capfd.readouterr()
+    cluster.train(2)
+    assert capfd.readouterr().out == "[0-1] nbdist: 8 per rank × 2 ranks × 2 accumulated = 32 samples per step\n"
+    cluster.train(2)
+    assert capfd.readouterr().out == ""
+
+
 def test_every_record_is_in_the_table_and_in_the_run_log(cluster: Cluster) -> None:
     cluster.run("for i in range(25): nbdist.log(loss=i + rank / 10, own=i)")
     run = cluster.telemetry.current

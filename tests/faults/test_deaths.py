@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -129,6 +130,32 @@ def test_the_trainer_of_a_living_rank_can_be_copied_to_the_new_one(ranks: Cluste
     assert ranks.evaluate("trainer.global_step") == [8, 8]
     weights = ranks.evaluate("trainer.model.module.weight.tolist()")
     assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_after_a_death_training_goes_on_from_the_last_checkpoint(ranks: Cluster, tmp_path: Path, strategy: str) -> None:
+    setup = (
+        f"nbdist.seed(0)\nmodel = nbdist.parallelize(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)), {strategy!r})\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
+        "data = torch.utils.data.TensorDataset(torch.arange(256.0).reshape(64, 4) / 256, torch.ones(64, 1))\n"
+        "loader = nbdist.distributed_loader(data, batch_size=4)\n"
+        "trainer = nbdist.Trainer(model, optimizer, F.mse_loss, loader)\n"
+        "def whole(): return [p.full_tensor() if hasattr(p, 'full_tensor') else p.data for p in model.parameters()]"
+    )
+    ranks.run(setup)
+    ranks.train(12)
+    ranks.run("end = torch.cat([p.flatten() for p in whole()])")
+    (undisturbed, _) = ranks.pull("end")
+    ranks.run(setup)
+    ranks.train(10, checkpoint_every=4, checkpoint_dir=str(tmp_path))
+    assert run(ranks, "import os\nif rank == 1: os._exit(3)\ndist.barrier()").name == "DistributedError"
+    ranks.repair()
+    ranks.run(setup)
+    ranks.run(f"nbdist.load_checkpoint({str(tmp_path)!r}, trainer=trainer)\nreached = trainer.global_step")
+    assert ranks.pull("reached") == [8, 8]
+    ranks.train(4)
+    ranks.run("end = torch.cat([p.flatten() for p in whole()])")
+    assert all(bool((end == undisturbed).all()) for end in ranks.pull("end"))
 
 
 def test_nothing_to_repair_is_said(ranks: Cluster) -> None:

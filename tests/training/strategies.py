@@ -164,6 +164,8 @@ def built(strategy: str) -> Any:
     made: dict[str, Callable[[], Any]] = {
         "ddp": lambda: nbdist.parallelize(gpt(), "ddp"),
         "ddp bf16 hook": lambda: nbdist.parallelize(gpt(), "ddp", comm_hook="bf16"),
+        "ddp bucket view": lambda: nbdist.parallelize(gpt(), "ddp", gradient_as_bucket_view=True),
+        "ddp static graph": lambda: nbdist.parallelize(gpt(), "ddp", static_graph=True),
         "zero1": lambda: nbdist.parallelize(gpt(), "zero1"),
         "fsdp": lambda: nbdist.parallelize(gpt(dist.get_rank()), "fsdp"),
         "fsdp zero2": lambda: nbdist.parallelize(gpt(), "fsdp", reshard_after_forward=False),
@@ -174,6 +176,9 @@ def built(strategy: str) -> Any:
         "pp gpipe": lambda: nbdist.pipeline(stages(2), "GPipe", 2),
         "pp interleaved": lambda: nbdist.pipeline(stages(4), "Interleaved1F1B", 4),
         "pp zbv": lambda: nbdist.pipeline(stages(4), "ZBV", 4),
+        "pp looped": lambda: nbdist.pipeline(stages(4), "LoopedBFS", 4),
+        "pp zero bubble": lambda: nbdist.pipeline(stages(4), "InterleavedZeroBubble", 4),
+        "pp dual": lambda: nbdist.pipeline(stages(4), "DualPipeV", 4),
         "hsdp": lambda: nbdist.parallelize(gpt(), dims(dp_replicate=2, dp_shard=2)),
         "fsdp tp": lambda: nbdist.parallelize(gpt(), dims(dp_shard=2, tp=2), tp_plan=tp_plan()),
         "ddp tp": lambda: nbdist.parallelize(gpt(), dims(dp_replicate=2, dp_shard=1, tp=2), tp_plan=tp_plan()),
@@ -189,7 +194,7 @@ def built(strategy: str) -> Any:
     return made[strategy]()
 
 
-STAGES = {"pp interleaved": 4, "pp zbv": 4}
+STAGES = {name: 4 for name in ("pp interleaved", "pp zbv", "pp looped", "pp zero bubble", "pp dual")}
 
 
 def trained(

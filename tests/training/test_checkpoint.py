@@ -23,10 +23,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from nbdist.engine.saving import checkpoint, shards
 from nbdist.engine.saving.checkpoint import load_checkpoint, save_checkpoint
+from nbdist.engine.steps.training import Trainer
 from nbdist.engine.strategies.parallel import parallelize, unwrap
 from nbdist.engine.telemetry import recorder as recorders
 from nbdist.engine.world import meeting
 from nbdist.errors import WorldError
+from tests.training import strategies
 from tests.training.models import adamw, apart, loss_fn, net, samples, sgd, share, weights
 from tests.training.ranks import Ranks
 
@@ -107,6 +109,32 @@ def test_a_checkpoint_is_read_by_every_other_strategy_and_number_of_ranks(ranks,
         # AdamW divides by the root of gradients that are near zero: another order of summing shows there
         difference = max(float((got[n] - expected[n]).abs().max()) for n in got)
         assert difference < (1e-7 if (pool, loader) == (ranks, saver) else 2e-4), (loader, difference)
+
+
+@pytest.mark.parametrize("saver", ["hsdp", "fsdp tp", "ddp tp"])
+def test_hybrids_of_four_ranks_go_on_as_two_ranks_of_another_strategy(ranks, four_ranks, tmp_path, saver):
+    batches = strategies.global_batches()
+
+    def part(strategy, load):
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            model = strategies.built(strategy)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            if load:
+                load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+            share_of = strategies.mine(batches[3:] if load else batches[:3])
+            Trainer(model, optimizer, strategies.loss_fn, share_of).train(len(share_of))
+            if not load:
+                save_checkpoint(tmp_path, model=model, optimizer=optimizer).result(30)
+            return strategies.whole_state(unwrap(model), strategy)
+        finally:
+            warnings.simplefilter("error")
+
+    four_ranks.run(part, saver, False)
+    expected, _ = strategies.alone(batches)
+    for strategy in ("ddp", "fsdp", "tp"):
+        for got in ranks.run(part, strategy, True):
+            assert max(float((got[name] - expected[name]).abs().max()) for name in expected) < 1e-5
 
 
 def pipelined(pp, folder, load):

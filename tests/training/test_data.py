@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import types
@@ -107,6 +108,31 @@ def test_an_iterable_data_set_is_dealt_out_without_duplicates(monkeypatch, worke
         seen += [value for batch in mine for value in batch.tolist()]
     assert sorted(seen) == list(range(12))
     assert batches == [6, 6]
+
+
+class Dealt(Stream):
+    """Deals its items out to workers by itself, as torch's documentation shows."""
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        return itertools.islice(super().__iter__(), info.id if info else 0, None, info.num_workers if info else 1)
+
+
+def test_an_iterable_data_set_that_deals_out_to_workers_itself_loses_nothing(monkeypatch):
+    seen = []
+    for rank in range(2):
+        as_rank(monkeypatch, rank, 2)
+        for batch in distributed_loader(Dealt(12), batch_size=1, num_workers=2):
+            seen += batch.tolist()
+    assert sorted(seen) == list(range(12))
+
+
+def test_an_iterable_data_set_in_a_plain_loader_is_told_with_how_often_each_sample_comes(monkeypatch):
+    as_rank(monkeypatch, 0, 2)
+    loader = torch.utils.data.DataLoader(Stream(4), num_workers=2)
+    with pytest.warns(UserWarning, match=r"2 ranks × 2 workers read each one 4 times\. Use nbdist\.distributed_loader"):
+        list(meters.track(loader))
+    list(meters.track(loader))
 
 
 @pytest.mark.parametrize("count", range(7, 14))

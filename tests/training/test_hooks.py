@@ -104,6 +104,58 @@ def test_unknown_hooks_and_options_are_refused_by_name():
         nbdist.comm_hook("fp16", rank=1)
 
 
+def test_two_forward_passes_and_one_backward_pass_of_a_model_with_running_statistics(ranks):
+    def train():
+        model = nbdist.parallelize(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), "ddp")
+        real, fake = (share(samples(8, seed), dist.get_rank(), 2)[0] for seed in (1, 2))
+        (model(real) + model(fake)).sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    zero, one = ranks.run(train)
+    assert apart(zero, one) == 0.0
+
+
+def test_a_layer_that_is_unfrozen_is_told_drifts_and_is_one_again_when_wrapped_anew(ranks):
+    def train():
+        model: Any = net()
+        model[0].weight.requires_grad_(False)
+        model = nbdist.parallelize(model, "ddp")
+        model.module[0].weight.requires_grad_(True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def steps(model):
+            for seed in range(3):
+                inputs, targets = share(samples(8, seed), dist.get_rank(), 2)
+                loss_fn(model(inputs), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        with pytest.warns(UserWarning, match=r"requires_grad of 0\.weight changed after wrapping"):
+            steps(model)
+        drifted = nbdist.check_sync(model)
+        again = nbdist.parallelize(model, "ddp")
+        steps(again)
+        return [difference.name for difference in drifted.parameters], bool(nbdist.check_sync(again))
+
+    assert ranks.run(train) == [(["0.weight"], True)] * 2
+
+
+def test_a_static_graph_is_refused_where_reductions_are_held_back(ranks):
+    def train(accumulate):
+        model = nbdist.parallelize(net(), "ddp", static_graph=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = Trainer(model, optimizer, loss_fn, [samples(8, seed) for seed in range(4)], accumulate=accumulate)
+        try:
+            trainer.train(2)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    assert ranks.run(train, 1) == ["", ""]
+    said = "static_graph=True does not go with accumulation: leave it out, or take accumulate=1."
+    assert ranks.run(train, 2) == [said, said]
+
+
 CHANGES = {
     "replaced": (lambda model: setattr(model[0], "weight", nn.Parameter(model[0].weight + 0)), "0.weight replaced"),
     "layer": (lambda model: model.add_module("2", nn.Linear(16, 3)), "2.weight and 1 more replaced after wrapping"),

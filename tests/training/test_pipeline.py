@@ -120,3 +120,55 @@ def test_outputs_are_on_the_last_rank_and_an_own_loop_trains(ranks):
     assert zero["outputs"] is None
     torch.testing.assert_close(one["outputs"], gpt()(global_batches()[0][0]), atol=1e-6, rtol=0)
     assert farthest([zero, one], alone(global_batches(), clip=0.2)[0]) < 2e-6
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_stages_that_give_halves_train_as_one_process_does(ranks, precision, dtype):
+    def parts():
+        torch.manual_seed(0)
+        return [torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU()), torch.nn.Linear(16, 3)]
+
+    def train():
+        model = nbdist.pipeline(parts(), n_microbatches=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = [samples(8, seed) for seed in range(4)]
+        trainer = Trainer(model, optimizer, torch.nn.functional.cross_entropy, batches, precision=precision)
+        trainer.train(4)
+        return weights(model)
+
+    alone = torch.nn.Sequential(*parts())
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for seed in range(4):
+        inputs, targets = samples(8, seed)
+        with torch.autocast("cpu", dtype):
+            loss = torch.nn.functional.cross_entropy(alone(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for got, stage in zip(ranks.run(train), alone, strict=True):
+        assert apart(got, weights(stage)) < 2e-3
+
+
+def test_running_statistics_and_random_numbers_are_those_of_the_micro_batches_alone(ranks):
+    def parts():
+        torch.manual_seed(0)
+        first = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5))
+        return [first, torch.nn.Linear(4, 3)]
+
+    sizes = (8, 8, 4)
+
+    def train():
+        model = nbdist.pipeline(parts(), n_microbatches=2)
+        torch.manual_seed(5)
+        for seed, size in enumerate(sizes):
+            model.forward_backward(*samples(size, seed), torch.nn.functional.cross_entropy)
+        return [buffer.clone() for buffer in model.buffers()], torch.get_rng_state()
+
+    first = parts()[0]
+    torch.manual_seed(5)
+    for seed, size in enumerate(sizes):
+        for part in samples(size, seed)[0].chunk(2):
+            first(part)
+    (buffers, state), _ = ranks.run(train)
+    assert apart(buffers, list(first.buffers())) < 1e-6
+    assert torch.equal(state, torch.get_rng_state())

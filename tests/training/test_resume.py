@@ -21,7 +21,9 @@ from nbdist.engine.loading.data import distributed_loader, seed
 from nbdist.engine.loading.randomness import random_states, set_random_states
 from nbdist.engine.saving.checkpoint import load_checkpoint, save_checkpoint
 from nbdist.engine.steps.training import Trainer
+from nbdist.engine.strategies.norms import local
 from nbdist.engine.strategies.parallel import parallelize
+from nbdist.engine.strategies.pipeline import pipeline
 from nbdist.engine.strategies.sync import check_sync
 from tests.training.models import adamw, apart, loss_fn, net, samples, sgd, weights
 from tests.training.ranks import Ranks, form_group
@@ -46,9 +48,13 @@ def dropping_net(start):
     return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.4), nn.Linear(16, 3))
 
 
-def make(workers=0, precision="fp32", accumulate=1, start=3):
+def make(workers=0, precision="fp32", accumulate=1, start=3, strategy="ddp"):
     seed(start)
-    model = parallelize(dropping_net(start))
+    if strategy == "pp":
+        whole = dropping_net(start)
+        model: nn.Module = pipeline([whole[:3], whole[3:]], n_microbatches=2)
+    else:
+        model = parallelize(dropping_net(start), strategy)
     seed(start)
     optimizer = adamw(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
@@ -59,8 +65,8 @@ def make(workers=0, precision="fp32", accumulate=1, start=3):
 def end_of(trainer):
     state = trainer.optimizer.state_dict()["state"]
     return (
-        weights(trainer.model),
-        [state[i]["exp_avg_sq"] for i in state],
+        [local(weight) for weight in weights(trainer.model)],
+        [local(state[i]["exp_avg_sq"]) for i in state],
         (trainer.global_step, trainer.epoch, trainer._windows.position, trainer.scheduler.get_last_lr()),
         trainer.scaler and trainer.scaler.get_scale(),
         (torch.rand(1).item(), numpy.random.rand(), random.random()),
@@ -104,8 +110,10 @@ def fresh_ranks(tmp_path_factory):
         dict(workers=2),
         dict(workers=2, precision="fp16", accumulate=2),
         dict(precision="bf16", accumulate=3),
+        dict(precision="fp16", strategy="fsdp"),
+        dict(precision="bf16", strategy="pp"),
     ],
-    ids=["plain", "workers", "workers fp16", "bf16 accumulated"],
+    ids=["plain", "workers", "workers fp16", "bf16 accumulated", "fsdp fp16", "pp bf16"],
 )
 def test_a_run_that_was_saved_and_loaded_in_new_processes_equals_one_that_was_not(
     ranks, fresh_ranks, tmp_path, options

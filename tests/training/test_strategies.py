@@ -33,6 +33,8 @@ from tests.training.strategies import (
 BATCHES = global_batches()
 TWO = [
     "ddp",
+    "ddp bucket view",
+    "ddp static graph",
     "zero1",
     "fsdp",
     "fsdp zero2",
@@ -43,6 +45,9 @@ TWO = [
     "pp gpipe",
     "pp interleaved",
     "pp zbv",
+    "pp looped",
+    "pp zero bubble",
+    "pp dual",
 ]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from nbdist.engine.loading.data import distributed_loader
 from nbdist.engine.steps.scaler import PiecewiseScaler
@@ -309,3 +311,22 @@ def test_trainers_have_the_same_number_on_a_rank_that_was_replaced(ranks):
         return [trainer._run.name for trainer in trainers]
 
     assert ranks.run(names) == [["train 5", "train 6"]] * 2
+
+
+@pytest.mark.parametrize(("strategy", "accumulate"), [("ddp", 1), ("ddp", 2), ("fsdp", 1)])
+def test_a_compiled_model_trains_alike(ranks, strategy, accumulate):
+    batches = global_batches([8] * 4)
+
+    def train():
+        model = parallelize(net(), strategy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch.compile's own imports
+            trainer = Trainer(
+                model, sgd(model.parameters()), loss_fn, mine(batches), accumulate=accumulate, compile="aot_eager"
+            )
+            trainer.train(4 // accumulate)
+        return [p.full_tensor() if isinstance(p, DTensor) else p for p in weights(model)]
+
+    expected = trained_alone(joined(batches, [accumulate] * (4 // accumulate)))
+    for got in ranks.run(train):
+        assert apart(got, expected) < 2e-6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
+import torch.utils.data._utils.worker as torch_workers
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, get_worker_info
 
 from nbdist.engine.cells.interrupts import Interrupts
@@ -35,6 +37,7 @@ __all__ = [
     "length_of",
     "own_samples",
     "seed",
+    "watch_copies",
     "watch_order",
 ]
 
@@ -332,9 +335,12 @@ class _Shard(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        items = iter(self.dataset)
+        # a set that deals its items out to workers by itself would leave us every second one
+        with _as_without_workers():
+            items = iter(self.dataset)
         for number in itertools.count():
-            group = list(itertools.islice(items, self.num_replicas))
+            with _as_without_workers():
+                group = list(itertools.islice(items, self.num_replicas))
             whole = len(group) == self.num_replicas
             if group and number % workers == worker:
                 if self.rank < len(group) and (whole or not self.drop_last or self.evaluation):
@@ -343,6 +349,32 @@ class _Shard(IterableDataset[Any]):
                     yield group[self.rank % len(group)]  # a repeated item: ranks need equally many batches
             if not whole:
                 return
+
+
+@contextlib.contextmanager
+def _as_without_workers() -> Iterator[None]:
+    """Let ``get_worker_info`` say that there are no workers."""
+    info, torch_workers._worker_info = torch_workers._worker_info, None
+    try:
+        yield
+    finally:
+        torch_workers._worker_info = info
+
+
+def watch_copies(loader: Any) -> None:
+    """Warn once of an iterable data set in a loader that deals nothing out to ranks and workers."""
+    dataset = getattr(loader, "dataset", None)
+    if type(loader) is not DataLoader or not isinstance(dataset, IterableDataset) or loader in _watched:
+        return
+    _watched.add(loader)
+    ranks, workers = data_rank()[1], max(1, loader.num_workers)
+    if ranks * workers > 1:
+        each = f"{ranks} ranks × {workers} workers" if workers > 1 else f"{ranks} ranks"
+        warnings.warn(
+            "An iterable data set in a DataLoader of your own: unless it deals its samples out itself, "
+            f"{each} read each one {ranks * workers} times. Use nbdist.distributed_loader(dataset).",
+            stacklevel=3,
+        )
 
 
 def watch_order(loader: Any) -> None:
@@ -359,6 +391,7 @@ def watch_order(loader: Any) -> None:
     _last_epoch[sampler] = sampler.epoch
 
 
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()
 _last_epoch: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 

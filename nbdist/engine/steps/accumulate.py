@@ -70,6 +70,12 @@ class Window:
         return loss * self._share
 
 
+def _held_back(model: DDP) -> contextlib.AbstractContextManager[Any]:
+    if model.static_graph:  # torch would fail by an assertion of its own in the second backward pass
+        raise ValueError("static_graph=True does not go with accumulation: leave it out, or take accumulate=1.")
+    return model.no_sync()
+
+
 def reducing(model: nn.Module) -> Callable[[bool], contextlib.AbstractContextManager[Any]]:
     """Give the switch of this model: ``with switch(False):`` gradients are only added up on this rank.
 
@@ -78,7 +84,7 @@ def reducing(model: nn.Module) -> Callable[[bool], contextlib.AbstractContextMan
     """
     inner: Any = getattr(model, "_orig_mod", model)
     if isinstance(inner, DDP):
-        return lambda wanted: _NOTHING if wanted else inner.no_sync()
+        return lambda wanted: _NOTHING if wanted else _held_back(inner)
     if is_fsdp(inner):
         switch = inner.set_requires_gradient_sync
     elif hasattr(inner, "hold_gradients"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
@@ -130,6 +131,7 @@ class Trainer:
         self._sampled = -math.inf
         self._sampled_at = 0
         self._hook_sent = 0
+        self._told = ""  # the batch arithmetic, as it was printed last
         self._gradients = self._new_gradients()
         self._open_window()
 
@@ -185,6 +187,7 @@ class Trainer:
             self._abandon_window()
             self._module.train()
             self._clock.begin()
+            self._tell_arithmetic()
             with self._interrupts.watched(), gate.run(self.global_step) if under_gate else _NOTHING, saved:
                 while self.global_step < target:
                     if under_gate and not gate.enter():
@@ -228,6 +231,7 @@ class Trainer:
         if run is None or not run.open:
             run = self._named_run()
             run.begin(epoch=self.epoch, note=self._arithmetic())
+            self._tell_arithmetic()
             self._clock.begin()
         self._clock.skip()
         outer, recorder.step = recorder.step, self._record
@@ -422,6 +426,13 @@ class Trainer:
             windows.place_at(*place_in_data)
         # only now: an interrupt above leaves it to the next call
         self._group = group
+
+    def _tell_arithmetic(self) -> None:
+        """Print the batch arithmetic in the cell, before the first step and whenever it has changed."""
+        text = self._arithmetic()
+        if text != self._told and recorder.publish is not None:
+            self._told = text
+            sys.stdout.write(f"nbdist: {text} per step\n")
 
     def _arithmetic(self) -> str:
         ranks = dist.get_world_size() if dist.is_initialized() else 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nbdist.engine.loading.data import DistributedLoader, first_tensor_length
+from nbdist.engine.loading.data import DistributedLoader, first_tensor_length, watch_copies
 from nbdist.engine.steps.uneven import Passes
 
 __all__ = ["Windows"]
@@ -141,6 +141,7 @@ class Windows:
             sampler: Any = getattr(loader, "sampler", None)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(self.epoch)
+            watch_copies(loader)
             batches = islice(iter(loader), position, None)
         # once a pass: a DataLoader works it out anew each time that it is asked
         self._length = self._passes.length(loader)

@@ -24,6 +24,8 @@ SHORT = {"zbv": "ZBVZeroBubble", "zerobubble": "InterleavedZeroBubble"}
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 SHAPES_KEPT = 4  # batch shapes whose buffers are kept
 
+LEARNS_UNDER_AUTOCAST = hasattr(PipelineStage, "_compute_outputs")
+
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
@@ -185,6 +187,13 @@ class Pipeline(nn.Module):
             seen.append(loss.detach())
             return loss * (factor / self.n_microbatches)
 
+        if not LEARNS_UNDER_AUTOCAST:
+            with autocast():
+                if torch.is_autocast_enabled(device().type):
+                    raise ValueError(
+                        f"torch {torch.__version__} learns the shapes of a pipeline in fp32: "
+                        "take precision='fp32', or a torch of 2.13."
+                    )
         schedule = self._schedule_for((_shapes(inputs), _shapes(targets)))
         schedule._loss_fn = scaled_loss
         for stage in self._stages_of(schedule):
@@ -245,6 +254,19 @@ class _Stage(PipelineStage):
 
     held = False
     autocast: Callable[[], contextlib.AbstractContextManager[Any]] = staticmethod(lambda: _NOTHING)
+
+    def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
+        # torch runs a stage once to learn its shapes, with zeros: in the precision of the real passes, or the next
+        # stage would take bf16 for fp32; and leaving no trace in running statistics or random numbers
+        before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), self.autocast():
+            outputs = super()._compute_outputs(*args, module=module, **kwargs)
+        with torch.no_grad():
+            for buffer, value in before:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+        return outputs
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         with self.autocast():

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nbdist.engine.cells.gate import StepStop, current_gate
-from nbdist.engine.loading.data import epoch_of, first_tensor_length, length_of, watch_order
+from nbdist.engine.loading.data import epoch_of, first_tensor_length, length_of, watch_copies, watch_order
 from nbdist.engine.strategies.parallel import device
 from nbdist.engine.telemetry.recorder import FILLED_HERE, OWN_FIELDS, Publish, Reason, recorder
 
@@ -52,6 +52,7 @@ def track(loader: Iterable[Batch], total: int | None = None) -> Iterator[Batch]:
     run = recorder.run_of(loader)
     run.passes += 1
     watch_order(loader)
+    watch_copies(loader)
     if total is None:
         total = length_of(loader)
     run.begin(total=None if total is None else run.step + total, epoch=run.passes)
