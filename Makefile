@@ -49,7 +49,7 @@ multinode: $(VENV)/test.stamp   ## every test of several hosts, schedulers and u
 chaos: $(VENV)/test.stamp   ## two hundred random faults on one cluster (CHAOS_ARGS="--seed 7 --ranks 4")
 	$(BIN)/python -m tests.faults.chaos --faults 200 $(CHAOS_ARGS)
 
-bench: $(VENV)/test.stamp   ## measure against ipyparallel and torchrun (NAME=start|cell|stream|train|trainer|records; default all)
+bench: $(VENV)/test.stamp   ## measure against peers (NAME=start|cell|stream|train|trainer|records|faults|checkpoint|strategies|hosts|scale; default all)
 	$(BIN)/python -m tests.benchmarks $(NAME)
 
 interop: $(VENV)/test.stamp   ## train by Accelerate, Hugging Face, Lightning inside cells (HEAVY=1: DeepSpeed, Megatron)
